@@ -151,6 +151,17 @@ def test_a_run_goes_on_under_other_plans(tmp_path: Path, undisturbed: Callable[.
             assert lr == wanted_lr
 
 
+def test_a_run_that_is_done_is_done_under_a_plan_that_waits_for_a_batch(
+    tmp_path: Path, undisturbed: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    # tp and pp know what a rank holds from the first batch on, and none comes.
+    shutil.copytree(undisturbed(), tmp_path / "done")
+    record = (tmp_path / "done" / "runs" / "run" / "record.json").read_bytes()
+    assert train(tmp_path / "done", plan="tp=2", resume=True) == 0
+    assert "all 10 steps were done before" in "".join(capfd.readouterr())
+    assert (tmp_path / "done" / "runs" / "run" / "record.json").read_bytes() == record
+
+
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_ranks_that_are_killed_start_again_from_the_newest_checkpoint(
     background: str, tmp_path: Path, undisturbed: Callable[..., Path]

@@ -315,7 +315,11 @@ def test_the_command_takes_ready_made_batches(tmp_path: pathlib.Path) -> None:
     # The stand-in for a model that takes whole batches had no splitter.
     path = tmp_path / "mlp.toml"
     path.write_text(CONFIG.replace("make_data", "make_batches").format(model="_plain_mlp"))
-    assert run_verification(path, "single", steps=4) == 0
+    with pytest.raises(
+        mw.ConfigError, match="global_batch_size=6, and the DataLoader makes global batches of 5 samples"
+    ):
+        run_verification(path, "single", steps=4)
+    assert run_verification(path, "single", steps=4, overrides=["train.global_batch_size=5"]) == 0
 
 
 def test_the_command_says_where_a_plan_is_not_equal(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

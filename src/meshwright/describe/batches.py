@@ -50,14 +50,19 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     try:
         return module(*args, **kwargs)
     except TypeError as error:
-        if strange := _not_taken(module, kwargs):
-            inputs = ", ".join(f"{name!r}: ..." for name in kwargs if name not in strange)
-            raise ApplyError(
-                f"the batch is a mapping, and {type(module).__name__}.forward takes no {' and no '.join(map(repr, strange))} "
-                "(rule: all entries of a mapping are keywords of the model)",
-                fix=f"a pair of inputs and targets: ({{{inputs}}}, batch[{strange[0]!r}])",
-            ) from error
+        refuse_strange_entries(module, kwargs, error)
         raise
+
+
+def refuse_strange_entries(module: nn.Module, entries: Mapping[str, Any], error: TypeError) -> None:
+    """Raise ApplyError from `error` where a mapping has entries that the module's forward does not take."""
+    if strange := _not_taken(module, entries):
+        inputs = ", ".join(f"{name!r}: ..." for name in entries if name not in strange)
+        raise ApplyError(
+            f"the batch is a mapping, and {type(module).__name__}.forward takes no {' and no '.join(map(repr, strange))} "
+            "(rule: all entries of a mapping are keywords of the model)",
+            fix=f"a pair of inputs and targets: ({{{inputs}}}, batch[{strange[0]!r}]), or let forward take {strange[0]}=None",
+        ) from error
 
 
 def _not_taken(module: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:

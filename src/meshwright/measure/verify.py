@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meshwright.describe.batches import model_inputs, refuse_strange_entries
 from meshwright.errors import ConfigError
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, oracle_steps, to_dtype, whole_batch_loss
 from meshwright.measure.outputs import RankOutputs, first_difference
@@ -42,7 +43,7 @@ _BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5}
 
 def verify_plan(
     build_model: nn.Module | Callable[[], nn.Module],
-    plan: Plan,
+    plan: Plan | str,
     batches: Sequence[Any],
     loss_fn: Callable[[Any, Any], Any] | None = None,
     *,
@@ -64,7 +65,7 @@ def verify_plan(
 
     Args:
         build_model: A module or a callable that returns one; for a plan with several ranks it has to be importable.
-        plan: The plan to verify.
+        plan: The plan to verify, or its line.
         batches: Global batches; step i uses batch i, starting over at the end.
         loss_fn: As for `apply_plan`.
         num_steps: Optimizer steps [count].
@@ -80,8 +81,12 @@ def verify_plan(
         The report; `report.equal` is the verdict.
 
     Raises:
-        ConfigError: No batches, no bound known for this dtype, or the plan has another size than the running world.
+        ConfigError: No batches, no bound known for this dtype, the plan's line cannot be read, or it has another size than the
+            running world.
+        ApplyError: A batch has entries that the model's forward does not take.
     """
+    if isinstance(plan, str):
+        plan = Plan.parse(plan)
     if not batches:
         raise ConfigError("verify needs at least one batch", fix="pass batches=[batch]")
     if bound is None:
@@ -313,6 +318,9 @@ def _try_forward(model: nn.Module, batch: Any, loss_fn: Any, dtype: torch.dtype)
         with torch.no_grad():
             lower = find_lower_precision(lambda: whole_batch_loss(model, batch, loss_fn), dtype)
         return not torch.equal(before, torch.get_rng_state()), lower
+    except TypeError as error:
+        refuse_strange_entries(model, model_inputs(batch)[1], error)
+        raise
     finally:
         torch.set_rng_state(before)
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import (
+    ApplyError,
     CheckpointError,
     ConfigError,
     LostPeerError,
     MeshwrightError,
     MissingDependencyError,
+    PlanError,
     RankNote,
     UserCodeError,
     exit_code_of,
@@ -84,6 +86,8 @@ def _without_message(trace: str, error: BaseException) -> str:
     What was asked for and cannot be done is an answer: where in this library it is found concerns nobody.
     """
     is_answer = isinstance(error, (ConfigError, CheckpointError, MissingDependencyError))
+    # Of these a fix says that it was foreseen.
+    is_answer |= isinstance(error, (ApplyError, PlanError)) and error.fix is not None
     own = f'  File "{Path(__file__).parents[1]}{os.sep}'
     if is_answer and all(line.startswith(own) for line in trace.splitlines() if line.startswith('  File "')):
         return ""

@@ -137,13 +137,14 @@ class _Run:
             self._loggers.close(has_failed=False, is_hurried=lambda: leaving.first is not None)
             self._write_record(summaries)
             self._say_prediction(summaries)
-            self._write_report()
+            has_report = self._write_report()
             if any(summary["stopped"] for summary in summaries):
                 return self._say_stopped(summaries[0]["step"])
             if resume and not self._num_new_steps:
                 self._say(f"{path}: all {self._last_step} steps were done before; --set train.steps=N for more")
             else:
-                self._say(f"{path}: {len(self._steps)} steps in events.jsonl, record.json")
+                report = ", report.html" if has_report else ""
+                self._say(f"{path}: {len(self._steps)} steps in events.jsonl, record.json{report}")
         return 0
 
     def _choose_start(self, directory: RunDirectory, *, resume: bool) -> bool:
@@ -286,14 +287,16 @@ class _Run:
             num_tensors_left_out=self._held.get("num_left_out", 0),
         )
 
-    def _write_report(self) -> None:
-        """Write report.html; that it cannot be written is told, and changes nothing about how the run ended."""
+    def _write_report(self) -> bool:
+        """Write report.html, and return whether that was done; otherwise it is told, and the run ends as it would."""
         from meshwright.report.page import write_run_report
 
         try:
             write_run_report(self._directory.path)
         except MeshwrightError as error:
             sys.stderr.write(f"warning: no report: {clean(error)}\n")
+            return False
+        return True
 
     def _say(self, text: str) -> None:
         self._view.note(text)

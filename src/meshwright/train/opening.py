@@ -6,6 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from meshwright.describe.batches import HasShares
 from meshwright.errors import ConfigError
@@ -56,7 +57,10 @@ def open_loader(config: TrainConfig, model: HasShares, split: Split = "train", *
         "collate_fn": make_collate(config),
         "sample_rng": data.sample_rng,
     }
-    return make_loader(load_data(config, split), model, **(arguments | changes))
+    dataset = load_data(config, split)
+    if split == "eval" and isinstance(dataset, DataLoader):
+        arguments["global_batch_size"] = None  # held-out batches may have a size of their own
+    return make_loader(dataset, model, **(arguments | changes))
 
 
 def endless(config: TrainConfig, loader: Any) -> Generator[Any]:

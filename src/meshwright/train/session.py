@@ -321,7 +321,8 @@ class _Session:
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "sent_bytes": {axis: round(amount) for axis, amount in sent.items()},
             "wait_s": self._median_wait_s(),
-            "held_bytes": model.held_bytes(),
+            # Of a resumed run that has nothing left to do, no batch came: what tp or pp would hold is not known.
+            "held_bytes": model.held_bytes() if model.engine.is_prepared else {},
         }
 
     def _median_wait_s(self) -> float | None:

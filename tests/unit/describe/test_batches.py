@@ -20,6 +20,11 @@ class _Masked(nn.Module):
         return self.linear(x * mask)
 
 
+class _TakesTargets(_Masked):
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.linear(x * mask)
+
+
 def _loss(outputs: Tensor, batch: Any) -> Tensor:
     return (outputs.squeeze(-1) - (batch["y"] if isinstance(batch, dict) else batch[1])).square().mean()
 
@@ -30,9 +35,19 @@ def test_an_entry_that_the_model_does_not_take_is_named_and_the_fix_works() -> N
         with pytest.raises(mw.ApplyError) as error:
             model.step({"x": x, "mask": mask, "y": y})
         assert "_Masked.forward takes no 'y'" in error.value.message
-        assert error.value.fix == "a pair of inputs and targets: ({'x': ..., 'mask': ...}, batch['y'])"
+        fix = "a pair of inputs and targets: ({'x': ..., 'mask': ...}, batch['y']), or let forward take y=None"
+        assert error.value.fix == fix
     with mw.apply_plan(_Masked, "single", loss_fn=_loss) as model:
-        assert model.step(({"x": x, "mask": mask}, y)).loss > 0
+        paired = model.step(({"x": x, "mask": mask}, y)).loss
+    with mw.apply_plan(_TakesTargets, "single", loss_fn=_loss) as model:
+        assert model.step({"x": x, "mask": mask, "y": y}).loss == paired > 0
+
+
+def test_verify_names_it_too() -> None:
+    batch = {"x": torch.ones(4, 3), "mask": torch.ones(4, 3), "y": torch.zeros(4)}
+    with pytest.raises(mw.ApplyError, match="forward takes no 'y'"):
+        mw.verify_plan(_Masked, "single", [batch], loss_fn=_loss)
+    assert mw.verify_plan(_TakesTargets, "single", [batch], loss_fn=_loss).equal
 
 
 def test_a_type_error_of_the_models_own_stays_what_it_is() -> None:

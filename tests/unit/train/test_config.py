@@ -206,6 +206,39 @@ def test_finding_a_callable_imports_nothing(folder):
     check_callable("user_model:anything", key="k", roots=[str(folder)], keywords={"a": 1})
 
 
+def test_a_class_is_called_with_what_its_constructor_takes(folder):
+    (folder / "classes.py").write_text(
+        "class Net(Base):\n    def __init__(self, width=3): ...\n"
+        "class Bare(Base): ...\n"
+        "class Open:\n    def __init__(*args, **kwargs): ...\n"
+        "class Made(metaclass=Any):\n    def __init__(self): ...\n"
+        "@dataclass\nclass Fields:\n    def __init__(self): ...\n"
+        "class Loss:\n    def __init__(self, outputs, batch): ...\n"
+    )
+
+    def check(name, **kwargs):
+        check_callable(f"classes:{name}", key="k", roots=[str(folder)], keywords=kwargs)
+
+    check("Net", width=2)
+    for unknown in ("Bare", "Open", "Made", "Fields"):
+        check(unknown, anything=1)
+    with pytest.raises(
+        ConfigError, match=r"Net\(\) takes no argument 'witdh' \(did you mean 'width'\?\); it takes width$"
+    ):
+        check("Net", witdh=2)
+    with pytest.raises(ConfigError, match="no argument 'self'"):
+        check("Net", self=2)
+    with pytest.raises(ConfigError, match="Loss\\(\\) needs outputs, batch"):
+        check("Loss")
+    check_callable("classes:Loss", key="k", roots=[str(folder)], positional=2, keywords={})
+
+
+def test_a_data_source_that_knows_no_splits_is_told_of_them(folder):
+    (folder / "user_data.py").write_text("class Data:\n    def __init__(self, size=1): ...\n")
+    with pytest.raises(ConfigError, match=r"no argument 'split'.*rule: called with split='train', with split='eval'"):
+        load(folder, "data.source=user_data:Data", "train.loss=mse")
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 

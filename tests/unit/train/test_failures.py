@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import errors
-from meshwright.errors import ApplyError, ConfigError, LostPeerError
+from meshwright.errors import ApplyError, ConfigError, LostPeerError, PlanError
 from meshwright.train.config.load import load_config
 from meshwright.train.failures import report_failure
 
@@ -30,19 +30,32 @@ def raised(do: object) -> Exception:
     raise AssertionError("nothing was raised")
 
 
-def test_an_answer_of_the_library_has_no_traceback_and_stands_once(capsys: pytest.CaptureFixture[str]) -> None:
-    error = ConfigError("run is of other settings:\n  train.seed", fix="put them back", rank=1)
+@pytest.mark.parametrize("kind", [ConfigError, ApplyError, PlanError])
+def test_an_answer_of_the_library_has_no_traceback_and_stands_once(
+    capsys: pytest.CaptureFixture[str], kind: type[ConfigError]
+) -> None:
+    error = kind("run is of other settings:\n  train.seed", fix="put them back", rank=1)
     trace = f"""Traceback (most recent call last):
   File "{Path(errors.__file__).parent}/train/resume.py", line 80, in refuse_changes
     raise ConfigError(
 {traceback.format_exception_only(error)[0].rstrip()}
 """
     failures = {1: {"event": "failed", "rank": 1, "step": 4, "phase": "resume", "traceback": trace}}
-    assert report_failure(CONFIG, error, failures) == 2
+    assert report_failure(CONFIG, error, failures) == error.exit_code
     text = capsys.readouterr().err
     assert "Traceback" not in text
     assert text.count("run is of other settings") == 2  # the message, and the line for machines
     assert text.splitlines()[-1].startswith("FATAL run=x rank=1 step=4 phase=resume cause=")
+
+
+def test_an_error_that_nobody_foresaw_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = f"""Traceback (most recent call last):
+  File "{Path(errors.__file__).parent}/run/step.py", line 80, in step
+    raise ApplyError(
+"""
+    failures = {1: {"event": "failed", "rank": 1, "step": 4, "phase": "step", "traceback": trace}}
+    report_failure(CONFIG, ApplyError("parameters differ", rank=1), failures)
+    assert "run/step.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ApplyError])

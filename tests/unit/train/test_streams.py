@@ -35,6 +35,19 @@ def test_ready_made_batches_are_shared_out(size):
     assert (first.tolist(), last.tolist()) == ([0, 1, 2, 3], [4])
 
 
+def test_ready_made_batches_of_another_size_than_was_asked_for_are_refused():
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=4)
+    with pytest.raises(ConfigError, match=r"global_batch_size=6.*makes global batches of 4 samples") as error:
+        make_loader(loader, fake_model(), global_batch_size=6)
+    assert error.value.fix == "its dataset instead of the DataLoader, or global_batch_size=4"
+    assert len(list(make_loader(loader, fake_model(), global_batch_size=4))) == 2
+    assert len(list(make_loader(loader.dataset, fake_model(), global_batch_size=6))) == 2
+    make_loader(loader, fake_model(), global_batch_size=6, rank_local=True)
+    batch_sampler = [[0, 1, 2], [3, 4, 5, 6, 7]]
+    mixed = DataLoader(loader.dataset, batch_sampler=batch_sampler)
+    assert len(list(make_loader(mixed, fake_model(), global_batch_size=6))) == 2
+
+
 def test_a_stream_resumes_and_refuses_an_indexed_position():
     loader = make_loader(Stream(10), fake_model(), global_batch_size=3)
     iterator = iter(loader)

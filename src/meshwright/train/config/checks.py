@@ -303,7 +303,8 @@ def _check_data(config: TrainConfig) -> None:
     data = config.data
     if data.source not in BUILT_IN_SOURCES:
         keywords = {"split": "train", **data.kwargs}
-        check_callable(data.source, key="data.source", roots=config.import_roots, keywords=keywords)
+        rule = "called with split='train', with split='eval' for held-out data, and with data.kwargs"
+        check_callable(data.source, key="data.source", roots=config.import_roots, keywords=keywords, rule=rule)
         return
     if data.kwargs:
         raise ConfigError(f"data.kwargs are for a callable source, data.source is {data.source!r}")

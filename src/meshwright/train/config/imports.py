@@ -27,7 +27,13 @@ __all__: list[str] = []
 
 
 def check_callable(
-    text: str, *, key: str, roots: Sequence[str], positional: int = 0, keywords: Mapping[str, Any] | None = None
+    text: str,
+    *,
+    key: str,
+    roots: Sequence[str],
+    positional: int = 0,
+    keywords: Mapping[str, Any] | None = None,
+    rule: str = "",
 ) -> None:
     """Check that "package.module:callable" can be found, and takes what it will be called with.
 
@@ -40,6 +46,7 @@ def check_callable(
         roots: Folders that it is looked for in before what is installed.
         positional: Number of positional arguments of the call [count].
         keywords: The keyword arguments of the call, or None where they are not known.
+        rule: Why it is called so, for the message.
 
     Raises:
         ConfigError: There is no such module, name or argument, or the module has a syntax error.
@@ -57,8 +64,14 @@ def check_callable(
         hint = did_you_mean(name, found)
         raise ConfigError(f"{key} = {text!r}: {spec.origin} has no '{name}'{hint}")
     definition = found[name]
-    if keywords is not None and name == attribute and isinstance(definition, ast.FunctionDef):
-        _check_arguments(definition, f"{key} = {text!r}", positional, keywords)
+    if keywords is None or name != attribute:
+        return
+    where = f"{key} = {text!r}"
+    if isinstance(definition, ast.ClassDef):
+        if (init := _constructor(definition)) is not None:
+            _check_arguments(init, where, positional, keywords, rule, of_class=name)
+    elif isinstance(definition, ast.FunctionDef):
+        _check_arguments(definition, where, positional, keywords, rule)
 
 
 def import_callable(text: str, roots: Iterable[str]) -> Callable[..., Any]:
@@ -195,13 +208,30 @@ def _top_level(tree: ast.Module) -> tuple[dict[str, ast.stmt], bool]:
     return found, dynamic
 
 
-def _check_arguments(definition: ast.FunctionDef, where: str, num_positional: int, keywords: Mapping[str, Any]) -> None:
+def _constructor(definition: ast.ClassDef) -> ast.FunctionDef | None:
+    """Return a class's own `__init__`; None where something else may decide what its call takes."""
+    methods = {statement.name: statement for statement in definition.body if isinstance(statement, ast.FunctionDef)}
+    if definition.decorator_list or definition.keywords or "__new__" in methods:
+        return None
+    return methods.get("__init__")
+
+
+def _check_arguments(
+    definition: ast.FunctionDef,
+    where: str,
+    num_positional: int,
+    keywords: Mapping[str, Any],
+    rule: str,
+    *,
+    of_class: str | None = None,
+) -> None:
     if definition.decorator_list:
         return
-    arguments = definition.args
+    arguments, name = definition.args, of_class or definition.name
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    by_name = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
-    name = definition.name
+    instance = positional[:1] if of_class else []
+    positional = positional[len(instance) :]
+    by_name = [a.arg for a in (*arguments.args, *arguments.kwonlyargs) if a.arg not in instance]
     if num_positional > len(positional) and arguments.vararg is None:
         raise ConfigError(f"{where}: {name}() is called with {num_positional} arguments, it takes {len(positional)}")
     for keyword in keywords:
@@ -209,6 +239,7 @@ def _check_arguments(definition: ast.FunctionDef, where: str, num_positional: in
             hint = did_you_mean(keyword, by_name)
             raise ConfigError(
                 f"{where}: {name}() takes no argument '{keyword}'{hint}; it takes {', '.join(by_name) or 'none'}"
+                + (f" (rule: {rule})" if rule else "")
             )
     required = positional[num_positional : len(positional) - len(arguments.defaults)]
     required += [

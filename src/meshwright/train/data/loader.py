@@ -56,7 +56,8 @@ def make_loader(
             - a dataset with `__len__` and `__getitem__`;
             - an `IterableDataset` of samples, the same on every rank: each rank reads it whole and keeps its share; of several
               workers each gives every so many samples, unless the dataset itself asks `get_worker_info` for its part;
-            - another iterable, a `DataLoader` for example, of ready-made global batches, the same on every rank;
+            - another iterable, a `DataLoader` for example, of ready-made global batches, the same on every rank: their size is
+              the step's;
             - with `rank_local=True`, an iterable of what this rank alone trains on.
         model: What `apply_plan` returned.
         seed: Seed of the order and of the samples' random numbers.
@@ -81,8 +82,9 @@ def make_loader(
         after the last batch handed out, whatever was read ahead, and can be loaded under another plan; `set_epoch()`.
 
     Raises:
-        ConfigError: An argument is out of range, or the dataset is empty.
+        ConfigError: An argument is out of range, the dataset is empty, or a `DataLoader` makes batches of another size.
     """
+    _check_ready_made(dataset, None if rank_local else global_batch_size)
     size = global_batch_size if global_batch_size is not None else default_global_batch_size(model.plan)
     for name, value, least in (
         ("global_batch_size", size, 1),
@@ -109,6 +111,16 @@ def make_loader(
     if rank_local or not is_indexed or isinstance(dataset, DataLoader | IterableDataset):
         return StreamLoader(dataset, model, options)
     return IndexedLoader(dataset, model, options)
+
+
+def _check_ready_made(dataset: Any, global_batch_size: int | None) -> None:
+    made = dataset.batch_size if isinstance(dataset, DataLoader) else None  # None of a batch_sampler, too
+    if global_batch_size is not None and made is not None and made != global_batch_size:
+        raise ConfigError(
+            f"make_loader: global_batch_size={global_batch_size}, and the DataLoader makes global batches of {made} samples "
+            "(rule: equal; ready-made batches are not put together anew)",
+            fix=f"its dataset instead of the DataLoader, or global_batch_size={made}",
+        )
 
 
 def default_global_batch_size(plan: Plan) -> int:

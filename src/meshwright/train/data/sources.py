@@ -92,7 +92,10 @@ def load_data(config: TrainConfig, split: Split) -> Any:
     else:
         dataset = import_callable(data.source, config.import_roots)(split=split, **data.kwargs)
     if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ConfigError(f"data.source = {data.source!r}: split '{split}' has no sample")
+        raise ConfigError(
+            f"data.source = {data.source!r}: split '{split}' has no sample",
+            fix="--set train.eval_batches=0 trains without held-out data" if split == "eval" else None,
+        )
     return dataset
 
 
