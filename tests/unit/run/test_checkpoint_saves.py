@@ -162,6 +162,32 @@ def test_a_checkpoint_that_another_run_deletes_meanwhile_is_not_missed(
     assert not caplog.records
 
 
+class Expanded(nn.Linear):
+    """A layer with a buffer of one row that counts as several."""
+
+    def __init__(self, row: Any) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("rows", row)
+
+
+def test_an_expanded_tensor_comes_back(tmp_path: Path) -> None:
+    # It was saved, and could not be loaded: torch copies into no such tensor.
+    def apply_with(rows: torch.Tensor) -> ParallelModel:
+        return mw.apply_plan(
+            Expanded(rows), "single", loss_fn=mse, optimizer=functools.partial(torch.optim.SGD, lr=0.5)
+        )
+
+    row = torch.tensor([[1.0, float("nan"), 3.0]])
+    mw.save_checkpoint(apply_with(row.expand(4, 3)), tmp_path, step=1)
+    model = apply_with(torch.zeros(1, 3).expand(4, 3))
+    assert mw.load_checkpoint(model, tmp_path) == 1
+    assert model.module.get_buffer("rows").stride() == (0, 1)
+    torch.testing.assert_close(model.module.get_buffer("rows"), row.expand(4, 3), rtol=0, atol=0, equal_nan=True)
+    mw.save_checkpoint(apply_with(torch.arange(12.0).view(4, 3)), tmp_path, step=2)
+    with pytest.raises(mw.CheckpointError, match="'rows' has one value for several entries here"):
+        mw.load_checkpoint(model, tmp_path)
+
+
 class Nested(torch.optim.SGD):
     """Keeps a dict of tensors for a parameter."""
 

@@ -17,7 +17,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.held_state import HeldPart
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Saved, Store
-from meshwright.checkpoint.tensor_files import dtype_name
+from meshwright.checkpoint.tensor_files import dtype_name, memory_of
 from meshwright.errors import CheckpointError, ConfigError, StorageError, tensors_differ
 from meshwright.run.checkpoints.background import finish, let_go
 from meshwright.run.checkpoints.extra_states import load_states, refuse_missing
@@ -189,6 +189,24 @@ def _open_sound(
     )
 
 
+def _fill(part: HeldPart, values: Tensor) -> None:
+    """Copy values into a part, also into one whose entries share memory along a dim: `expand` made it.
+
+    Raises:
+        CheckpointError: Entries that share memory have different values in the file.
+    """
+    place, first = part.tensor.detach(), values
+    for dim, stride in enumerate(place.stride()):
+        if stride == 0 and place.shape[dim] > 1:
+            place, first = place.narrow(dim, 0, 1), first.narrow(dim, 0, 1)
+    if first is not values and memory_of(first.expand_as(values).contiguous()) != memory_of(values):
+        raise CheckpointError(
+            f"'{part.name}' has one value for several entries here (expand), and several in the checkpoint",
+            fix="make it a tensor with memory for each entry: .clone()",
+        )
+    place.copy_(first)
+
+
 def _find_next(
     shared: Callable[..., list[Any]], rank: int, directory: Path, step: int | None, tried: Sequence[tuple[Path, str]]
 ) -> Path | None:
@@ -293,7 +311,7 @@ class _Load:
         with torch.no_grad():
             for part in parts:
                 values = self._snapshot.read(f"{MODEL}/{stored_name(part.name)}", part.layout, part.order)
-                part.tensor.copy_(values.view(part.tensor.shape))
+                _fill(part, values.view(part.tensor.shape))
 
     def _read_optimizer(
         self,
