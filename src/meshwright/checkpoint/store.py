@@ -163,6 +163,11 @@ class SaveUnderWay:
         self.step = step
         self.epoch = epoch
 
+    @property
+    def final_path(self) -> Path:
+        """The checkpoint's directory, once it is committed."""
+        return self.path.with_name(name_of(self.step, self.epoch))
+
     def write(self, name: str, file: TensorFile, check: Callable[[bytes], object] | None = None) -> FileEntry:
         """Write a file of tensors and its table of digests, synced; each rank writes its own.
 
@@ -236,9 +241,8 @@ class SaveUnderWay:
                 )
         write_new_file(self.path / MANIFEST_FILE, [data])
         sync_directory(self.path)
-        final = self.path.with_name(name_of(manifest.step, manifest.epoch))
-        rename(self.path, final)
-        return final
+        rename(self.path, self.final_path)
+        return self.final_path
 
     def discard(self) -> None:
         """Delete it; for a save that has failed."""

@@ -35,7 +35,7 @@ class CheckedFile(NamedTuple):
 
 
 def verify_checkpoints(path: Path, *, step: int | None = None) -> int:
-    """Check all digests, and show each file with its result.
+    """Check all digests, and show each file with its result. A checkpoint that is deleted meanwhile does not count.
 
     Args:
         path: One step's directory, a directory of steps, of which all are checked, or a run's directory.
@@ -50,13 +50,20 @@ def verify_checkpoints(path: Path, *, step: int | None = None) -> int:
     """
     steps = find_steps(path, step)
     results: list[Result] = []
+    num_gone = 0
     for place in steps:
         for found in check_step(place, is_named=place != path):
+            if found.result != "sound" and place != path and not os.path.lexists(place):
+                # A run that goes on saving there keeps the newest ones alone. What is deleted loses its name first.
+                sys.stdout.write(f"{'gone':<10}  {printable(place)}  it was deleted meanwhile\n")
+                num_gone += 1
+                break
             results.append(found.result)
             sys.stdout.write(f"{found.result:<10}  {printable(found.path)}  {printable(found.text)}\n")
             sys.stdout.flush()
     bad = [result for result in results if result != "sound"]
-    counts = f"{len(steps)} checkpoint{'s' * (len(steps) > 1)}, {len(results)} files: "
+    number = len(steps) - num_gone
+    counts = f"{number} checkpoint{'s' * (number != 1)}, {len(results)} files: "
     sys.stdout.write(counts + (f"{len(bad)} damaged or unreadable\n" if bad else "all sound\n"))
     if "damaged" in bad:
         return CheckpointError.exit_code

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from meshwright import cli
-from meshwright.checkpoint import durable
+from meshwright.checkpoint import durable, verification
+from meshwright.checkpoint.store import Store
 from unit.checkpoint.made import save_tensors
 
 Run = Callable[..., tuple[int, str, str]]
@@ -186,6 +187,27 @@ def test_a_step_under_the_name_of_another_is_damage(run: Run, place: Path, tmp_p
     assert "step-00000012, its directory has another name" in out
     (place / "step-00000013").rename(tmp_path / "a_copy")  # alone it may have any name
     assert run("verify", tmp_path / "a_copy")[0] == 0
+
+
+def test_verify_beside_a_run_that_deletes_old_checkpoints(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It was damage, with exit code 14.
+    read = verification.read_small_file
+
+    def read_late(path: Path, most: int) -> bytes:
+        if path.parent.name == "step-00000012":
+            save_tensors(place, {"w": torch.ones(2)}, step=13)
+            Store(place).retain(1)
+        return read(path, most)
+
+    monkeypatch.setattr(verification, "read_small_file", read_late)
+    code, out, _ = run("verify", place)
+    assert code == 0
+    assert re.sub(r" +", " ", out) == (
+        f"gone {place}/step-00000012 it was deleted meanwhile\ngone {place}/step-00000003 it was deleted meanwhile\n"
+        "0 checkpoints, 0 files: all sound\n"
+    )
 
 
 def test_verify_tells_a_disk_that_fails_from_damage(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import meshwright as mw
+from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
-from meshwright.run.checkpoints import saving
+from meshwright.run.checkpoints import loading, saving
 from meshwright.run.parallel_model import ParallelModel
 
 
@@ -140,6 +141,73 @@ def test_a_refused_load_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(mw.CheckpointError, match=r"has no state for extra \['loader'\]; it has \[\]"):
         mw.load_checkpoint(model, tmp_path, extra={"loader": State({})})
     assert model.full_state_dict()["weight"].eq(7.0).all()
+
+
+def test_a_checkpoint_that_another_run_deletes_meanwhile_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What was there when the load began was tried, and nothing newer.
+    model = apply()
+    for step in (1, 2):
+        mw.save_checkpoint(model, tmp_path, step=step)
+
+    def open_late(path: Path) -> OpenCheckpoint:
+        if path.name == "step-00000002":
+            mw.save_checkpoint(model, tmp_path, step=3, keep=1)
+        return OpenCheckpoint(path)
+
+    monkeypatch.setattr(loading, "OpenCheckpoint", open_late)
+    with caplog.at_level(logging.WARNING):
+        assert mw.load_checkpoint(apply(), tmp_path) == 3
+    assert not caplog.records
+
+
+class Expanded(nn.Linear):
+    """A layer with a buffer of one row that counts as several."""
+
+    def __init__(self, row: Any) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("rows", row)
+
+
+def test_an_expanded_tensor_comes_back(tmp_path: Path) -> None:
+    # It was saved, and could not be loaded: torch copies into no such tensor.
+    def apply_with(rows: torch.Tensor) -> ParallelModel:
+        return mw.apply_plan(
+            Expanded(rows), "single", loss_fn=mse, optimizer=functools.partial(torch.optim.SGD, lr=0.5)
+        )
+
+    row = torch.tensor([[1.0, float("nan"), 3.0]])
+    mw.save_checkpoint(apply_with(row.expand(4, 3)), tmp_path, step=1)
+    model = apply_with(torch.zeros(1, 3).expand(4, 3))
+    assert mw.load_checkpoint(model, tmp_path) == 1
+    assert model.module.get_buffer("rows").stride() == (0, 1)
+    torch.testing.assert_close(model.module.get_buffer("rows"), row.expand(4, 3), rtol=0, atol=0, equal_nan=True)
+    mw.save_checkpoint(apply_with(torch.arange(12.0).view(4, 3)), tmp_path, step=2)
+    with pytest.raises(mw.CheckpointError, match="'rows' has one value for several entries here"):
+        mw.load_checkpoint(model, tmp_path)
+
+
+class Nested(torch.optim.SGD):
+    """Keeps a dict of tensors for a parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"x": {"m": torch.ones(())}, "m": torch.zeros(())}
+        return super().step(closure)
+
+
+def test_one_name_for_two_tensors_is_refused(tmp_path: Path) -> None:
+    # One of them was saved, and came back as both.
+    module = nn.Module()
+    for name in ("w", "w/x"):
+        module.register_parameter(name, nn.Parameter(torch.ones(3)))
+    forward: Any = lambda x: x + module.get_parameter("w") * module.get_parameter("w/x")  # noqa: E731
+    module.forward = forward
+    model = mw.apply_plan(module, "single", loss_fn=mse, optimizer=functools.partial(Nested, lr=0.5))
+    model.step((torch.ones(2, 3), torch.ones(2, 3)))
+    with pytest.raises(mw.CheckpointError, match="two tensors would be saved as 'optimizer/w/x/m'"):
+        mw.save_checkpoint(model, tmp_path, step=1)
 
 
 def test_states_that_differ_between_ranks_are_refused() -> None:

@@ -17,6 +17,7 @@ import meshwright as mw
 from meshwright.checkpoint import store
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.run.checkpoints import live_share
+from meshwright.run.checkpoints.background import BackgroundSave
 from meshwright.run.checkpoints.live_share import memory_for
 
 WAIT_S = 60.0
@@ -270,6 +271,28 @@ def test_a_load_beside_a_save_is_not_in_it(
     held.go()
     mw.wait_for_checkpoint(model)
     assert_same(saved(tmp_path / "beside"), saved(tmp_path / "then"))
+
+
+@pytest.mark.parametrize("named", ["directory", "checkpoint", "step"])
+def test_a_save_under_way_is_what_is_loaded(
+    named: str, tmp_path: Path, model: mw.ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Which one was the newest depended on the disk.
+    mw.save_checkpoint(model, tmp_path, step=1)
+    model.step(batch())
+    expected = weight(model).detach().clone()
+    held, wait = Held(monkeypatch), BackgroundSave.wait_for_file
+
+    def wait_for_file(saving: BackgroundSave) -> None:
+        held.go()
+        wait(saving)
+
+    monkeypatch.setattr(BackgroundSave, "wait_for_file", wait_for_file)
+    path = mw.save_checkpoint(model, tmp_path, step=2, in_background=True)
+    model.step(batch())
+    where = path if named == "checkpoint" else tmp_path
+    assert mw.load_checkpoint(model, where, step=2 if named == "step" else None) == 2
+    assert torch.equal(weight(model), expected)
 
 
 @pytest.mark.parametrize("end", ["save", "close"])

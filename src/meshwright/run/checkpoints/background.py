@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +64,7 @@ class BackgroundSave:
         self._write_error: MeshwrightError | None = None
         self._commit_error: MeshwrightError | None = None
         self._is_written, self._is_called_off = threading.Event(), threading.Event()
-        self._note_limit_s: float | None = None
+        self._closed_at: float | None = None
         # A daemon: a program that is to end at once does not wait for the disk. One that ends as it should does.
         self._thread = threading.Thread(target=self._run, name="meshwright-save", daemon=True)
         self._thread.start()
@@ -83,43 +85,53 @@ class BackgroundSave:
         if self._rank:
             return
         try:
-            if self._write_error is None:
-                self._commit(self._rows())
-                return
+            self._commit(self._rows())
+            return
         except BaseException as error:  # noqa: BLE001 - likewise
             self._commit_error = _as_ours(error)
         self._draft.discard()
 
     def _rows(self) -> list[Any]:
-        rows: list[Any] = []
-        came_at = time.monotonic()
-        while len(rows) < self._num_ranks:
-            note = self._draft.read_note(len(rows))
-            if note is None:
-                self._refuse_to_wait(len(rows), came_at)
-                time.sleep(_LOOK_EVERY_S)
-                continue
-            came_at = time.monotonic()
-            failure, row = note
+        """Return all rows, once every rank has done its part: none is writing any more when the directory goes away."""
+        notes = [self._note_of(rank) for rank in range(self._num_ranks)]
+        for rank, (failure, _) in enumerate(notes):
             if failure is not None:
-                raise StorageError(failure, is_told=True, rank=len(rows))
-            rows.append(row)
+                raise StorageError(failure, is_told=True, rank=rank)
         for rank in range(self._num_ranks):
             self._draft.remove_note(rank)
-        return rows
+        return [row for _, row in notes]
+
+    def _note_of(self, rank: int) -> list[Any]:
+        if rank == self._rank and self._write_error is not None:
+            return [self._write_error.message, None]
+        since = time.monotonic()
+        while (note := self._draft.read_note(rank)) is None:
+            self._refuse_to_wait(rank, since)
+            time.sleep(_LOOK_EVERY_S)
+        return note
 
     def _refuse_to_wait(self, rank: int, since: float) -> None:
         """Raise an error where the note of a rank will not come."""
-        limit_s = self._note_limit_s
-        is_late = limit_s is not None and time.monotonic() - since > limit_s
+        closed_at = self._closed_at
+        is_late = closed_at is not None and time.monotonic() - max(since, closed_at) > _AT_EXIT_S
         if self._is_called_off.is_set() or self._has_given_up() or is_late:
-            why = f"rank {rank} has not written its file in {limit_s} s" if is_late else "other ranks are gone"
+            why = f"rank {rank} has not written its file in {_AT_EXIT_S} s" if is_late else "other ranks are gone"
             raise StorageError(f"the save of step {self._draft.step} was given up: {why}", is_told=True)
 
     def let_go(self) -> None:
         """Read training's memory no more; called before anything of ours changes it, on any rank alone."""
         if self._share is not None:
             self._share.let_go()
+
+    @property
+    def step(self) -> int:
+        """The step that is saved [count]."""
+        return self._draft.step
+
+    def goes_to(self, directory: Path) -> bool:
+        """Whether it becomes a checkpoint in this directory, or this checkpoint."""
+        wanted = os.path.realpath(directory)
+        return wanted in (os.path.realpath(path) for path in (self._draft.path.parent, self._draft.final_path))
 
     @property
     def waited_s(self) -> float:
@@ -169,7 +181,7 @@ class BackgroundSave:
 
     def close(self) -> None:
         """Wait for it without the other ranks, and say what went wrong where nobody will look any more."""
-        self._note_limit_s = _AT_EXIT_S
+        self._closed_at = time.monotonic()
         self.wait()
         error = self._write_error or self._commit_error
         if error is not None:

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 LEAST_BYTES = 2**16
 """A smaller tensor is copied at once: that takes less time than to come back to it [bytes]."""
 PIECE_BYTES = 2**19
-"""What is written between two looks whether training wants its memory [bytes]."""
+"""What is read from training's memory at once [bytes]."""
 _SAMPLE_EVERY, _SAMPLE_BYTES = 4096, 64
 FIX = (
     "call mw.wait_for_checkpoint(model) before you write, or save with in_background=False (checkpoint.background = false); the "
@@ -99,10 +99,12 @@ class LiveShare:
         self._names = [name for name, _ in tensors]
         self._memory = memory
         self._step = step
-        self._turn = threading.Condition()
-        self._is_wanted = self._is_let_go = self._is_reading = False
+        self._turn = threading.Lock()
+        """Held while training's memory is read: a piece by the writer, the rest by `let_go`."""
+        self._is_let_go = False
         self._at = (0, 0)
-        """The tensor that is written, and how many of its entries are in the file."""
+        """The tensor that is written, and how many of its entries were read for the file."""
+        self._piece = torch.empty(max(PIECE_BYTES, 16), dtype=torch.uint8)
         self._failure: StorageError | None = None
         self.waited_s = 0.0
         """For how long the optimizer has waited in `let_go` [s]."""
@@ -143,26 +145,26 @@ class LiveShare:
         return contents.table()
 
     def _pieces(self, number: int) -> Iterator[Tensor]:
-        """Yield a tensor's entries for the file; one that was yielded is in it when the next is asked for."""
+        """Yield a tensor's entries for the file, each piece as a copy.
+
+        A write that comes between the file's and the digest's look at a piece would otherwise be in one of them alone: undone
+        before the digest, it would be in a file whose digests say that it is not.
+        """
         if not self._is_begun:  # digested by the thread that trains, which changes nothing meanwhile
             yield self._values[number]
             return
-        done, numel = 0, self._values[number].numel()
-        most = max(1, PIECE_BYTES // max(1, self._values[number].element_size()))
+        value = self._values[number]
+        own = self._piece.view(value.dtype)
+        done, numel = 0, value.numel()
         while done < numel:
             with self._turn:
-                self._turn.wait_for(lambda: not self._is_wanted)
                 if self._failure is not None:
                     raise self._failure
+                rest = self._values[number][done : done + own.numel()]  # by now perhaps in the memory for copies
+                piece = own[: rest.numel()].copy_(rest)
+                done += piece.numel()
                 self._at = (number, done)
-                self._is_reading = True
-            piece = self._values[number][done : done + most]
             yield piece
-            done += piece.numel()
-            with self._turn:
-                self._at = (number, done)
-                self._is_reading = False
-                self._turn.notify_all()
 
     def let_go(self) -> None:
         """Copy what is not in the file yet: training is about to change its memory. It does nothing the second time.
@@ -170,21 +172,13 @@ class LiveShare:
         It raises nothing: without room for the copy it is the save that fails.
         """
         start = time.perf_counter()
-        with self._turn:
+        with self._turn:  # after Ctrl-C in here the writer goes on, and the next call copies
             if self._is_let_go:
                 return
-            self._is_wanted = True
-        try:
-            with self._turn:
-                self._turn.wait_for(lambda: not self._is_reading)
-                self._note_writes()
+            self._note_writes()
             self._copy_rest()
             self._end_watch()
             self._is_let_go = True
-        finally:  # after Ctrl-C, too: the writer goes on, and the next call copies
-            with self._turn:
-                self._is_wanted = False
-                self._turn.notify_all()
         self.waited_s += time.perf_counter() - start
 
     def _note_writes(self) -> None:
@@ -264,9 +258,6 @@ class LiveShare:
     def end(self) -> None:
         """Note that nothing is read any more, whether the file was written or not."""
         with self._turn:
-            self._is_reading = False
-            self._turn.notify_all()
-            self._turn.wait_for(lambda: not self._is_wanted)
             self._values = []
 
 

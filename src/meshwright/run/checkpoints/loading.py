@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.held_state import HeldPart
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Saved, Store
-from meshwright.checkpoint.tensor_files import dtype_name
+from meshwright.checkpoint.tensor_files import dtype_name, memory_of
 from meshwright.errors import CheckpointError, ConfigError, StorageError, tensors_differ
-from meshwright.run.checkpoints.background import let_go
+from meshwright.run.checkpoints.background import finish, let_go
 from meshwright.run.checkpoints.extra_states import load_states, refuse_missing
 from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, OptimizerRows, find_groups, merge_groups
 from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
@@ -56,7 +57,8 @@ def load_checkpoint(
 ) -> int:
     """Load the newest sound checkpoint of a directory, saved under any plan; every rank calls it.
 
-    All digests are compared before any tensor is touched. Each rank reads the parts that it holds. Where the plan cuts the
+    All digests are compared before any tensor is touched. Each rank reads the parts that it holds. A save of this model in the
+    background counts: it is waited for where it may be what is loaded. Where the plan cuts the
     model at its first batch (tp, pp), the optimizer's state is loaded then; the files may be deleted meanwhile.
 
     Args:
@@ -64,7 +66,8 @@ def load_checkpoint(
         directory: Where `save_checkpoint` put checkpoints, or one checkpoint's own directory.
         step: Load this step; None loads the newest that is whole, and warns of newer ones that are not.
         extra: Name -> object with `load_state_dict()`, for states that `save_checkpoint` got under these names.
-        with_optimizer: Whether the optimizer's state is loaded; without it, it begins anew.
+        with_optimizer: Whether the optimizer's state is loaded; without it, what the optimizer has stays, which is nothing in a
+            new program.
         partial: Load the tensors that model and checkpoint have in common, by name, type and shape. The others stay as they are,
             and a warning lists them. It goes with `with_optimizer=False`.
 
@@ -74,7 +77,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: There is no sound checkpoint, or its tensors are others than the model's; with a list.
         ConfigError: `partial` without `with_optimizer=False`.
-        StorageError: A file cannot be read.
+        StorageError: A file cannot be read, or the save that was waited for has failed.
     """
     loaded = load(model, directory, step=step, extra=extra, with_optimizer=with_optimizer, partial=partial)
     if model.world.rank == 0:
@@ -106,6 +109,8 @@ def load(
     with model.told("load"), engine.switch.plain():
         group, device = engine.everyone, engine.device
         shared = functools.partial(together, group, device)
+        if _is_awaited(shared, model, Path(directory), step):
+            finish(model)
         snapshot, skipped = _open_sound(shared, group.group_rank, group.size, Path(directory), step)
         try:
             shared(lambda: refuse_missing(extra or {}, snapshot), lambda _: None)
@@ -133,46 +138,91 @@ def _load_rest(model: ParallelModel, snapshot: OpenCheckpoint, *, with_optimizer
         snapshot.close()
 
 
-def _open_sound(
-    shared: Callable[..., list[Any]], rank: int, num_ranks: int, directory: Path, step: int | None
-) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
-    """Return the newest checkpoint that all ranks together find sound, and those that were skipped."""
+def _is_awaited(shared: Callable[..., list[Any]], model: ParallelModel, directory: Path, step: int | None) -> bool:
+    """Return whether a save under way is one of those that are to be looked at, after a look that ranks ask for the same."""
 
-    def find() -> list[Any]:
-        return [str(directory), step, [str(saved.path) for saved in _candidates(directory, step)] if rank == 0 else []]
+    def ask() -> list[Any]:
+        saving = model.saving
+        is_awaited = saving is not None and saving.goes_to(directory) and step in (None, saving.step)
+        return [str(directory), step, is_awaited]
 
-    rows = shared(find, lambda found: found)
+    rows = shared(ask, lambda asked: asked)
     asked = [row[:2] for row in rows]
     if any(row != asked[0] for row in asked):
         raise CheckpointError(
             f"ranks are to load different checkpoints (directory, step): {asked}",
             fix="pass the same arguments on every rank",
         )
-    paths = [Path(path) for path in rows[0][2]]
+    return rows[0][2]
+
+
+def _open_sound(
+    shared: Callable[..., list[Any]], rank: int, num_ranks: int, directory: Path, step: int | None
+) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
+    """Return the newest checkpoint that all ranks together find sound, and those that were skipped."""
     skipped: list[tuple[Path, str]] = []
-    for path in paths:
+    while (path := _find_next(shared, rank, directory, step, skipped)) is not None:
         opened: list[OpenCheckpoint] = []
 
-        def look(path: Path = path, opened: list[OpenCheckpoint] = opened) -> str | None:
+        def look(path: Path = path, opened: list[OpenCheckpoint] = opened) -> list[Any]:
             try:
                 opened.append(OpenCheckpoint(path))
                 opened[0].check(rank, num_ranks)
             except (CheckpointError, StorageError) as error:
-                return error.message
-            return None
+                return [error.message, os.path.lexists(path)]
+            return [None, True]
 
-        reason = next((told for told in shared(look, lambda told: told) if told is not None), None)
+        rows = shared(look, lambda told: told)
+        reason = next((told for told, _ in rows if told is not None), None)
         if reason is None:
-            return opened[0], skipped
+            return opened[0], [(path, reason) for path, reason in skipped if reason]
         for snapshot in opened:
             snapshot.close()
-        skipped.append((path, reason))
+        # One that is gone was deleted by a run that goes on saving, and is not damaged.
+        skipped.append((path, reason if all(is_there for _, is_there in rows) else ""))
+    skipped = [(path, reason) for path, reason in skipped if reason]
     reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in skipped)
     wanted = "" if step is None else f" of step {step}"
     raise CheckpointError(
         f"no sound checkpoint{wanted} is in {directory}{reasons}",
         fix="name the directory that holds step-... directories, or train anew",
     )
+
+
+def _fill(part: HeldPart, values: Tensor) -> None:
+    """Copy values into a part, also into one whose entries share memory along a dim: `expand` made it.
+
+    Raises:
+        CheckpointError: Entries that share memory have different values in the file.
+    """
+    place, first = part.tensor.detach(), values
+    for dim, stride in enumerate(place.stride()):
+        if stride == 0 and place.shape[dim] > 1:
+            place, first = place.narrow(dim, 0, 1), first.narrow(dim, 0, 1)
+    if first is not values and memory_of(first.expand_as(values).contiguous()) != memory_of(values):
+        raise CheckpointError(
+            f"'{part.name}' has one value for several entries here (expand), and several in the checkpoint",
+            fix="make it a tensor with memory for each entry: .clone()",
+        )
+    place.copy_(first)
+
+
+def _find_next(
+    shared: Callable[..., list[Any]], rank: int, directory: Path, step: int | None, tried: Sequence[tuple[Path, str]]
+) -> Path | None:
+    """Return the newest checkpoint that was not tried; None where there is none.
+
+    The directory is looked at anew each time: a run that goes on saving there may delete what is about to be opened, and has a
+    newer one by then.
+    """
+    known = {path for path, _ in tried}
+
+    def find() -> str | None:
+        saved = _candidates(directory, step) if rank == 0 else []
+        return next((str(own.path) for own in saved if own.path not in known), None)
+
+    found = shared(find, lambda path: path)[0]
+    return None if found is None else Path(found)
 
 
 def _candidates(directory: Path, step: int | None) -> list[Saved]:
@@ -261,7 +311,7 @@ class _Load:
         with torch.no_grad():
             for part in parts:
                 values = self._snapshot.read(f"{MODEL}/{stored_name(part.name)}", part.layout, part.order)
-                part.tensor.copy_(values.view(part.tensor.shape))
+                _fill(part, values.view(part.tensor.shape))
 
     def _read_optimizer(
         self,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import FileEntry, Manifest, StoredPart, TensorEntry
-from meshwright.checkpoint.store import SaveUnderWay, Store, name_of
+from meshwright.checkpoint.store import SaveUnderWay, Store
 from meshwright.checkpoint.tensor_files import TensorFile
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.layout import ShardLayout
@@ -193,7 +193,7 @@ class _Save:
             commit = functools.partial(self._commit, draft, told=told, writers=writers)
             if in_background:
                 self._model.saving = self._in_background(draft, tensors, mine, commit)
-                return draft.path.with_name(name_of(draft.step, draft.epoch))
+                return draft.final_path
             file = TensorFile(tensors)
             entries = self._together(lambda: self._write(draft, file, rank, mine), lambda entry: entry)
             paths = self._together(lambda: commit(entries) if self._is_first else None, lambda path: path)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.held_state import HeldPart
@@ -103,8 +103,21 @@ def collect(
             raise CheckpointError(
                 f"'{part.name}' has no dense values to save: it is {part.tensor.layout} on {part.tensor.device}"
             )
+    _refuse_one_name_for_two(parts)
     _refuse_extra_state(engine.module)
     return RankState(parts, told)
+
+
+def _refuse_one_name_for_two(parts: Sequence[HeldPart]) -> None:
+    """Raise an error where two tensors would be one entry: 'w' with a state of {'x': {'m': ...}} and 'w/x' with {'m': ...}."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for part in parts:
+        key = part.name, repr(part.layout)
+        if found.setdefault(key, part.tensor) is not part.tensor:
+            raise CheckpointError(
+                f"two tensors would be saved as '{part.name}': a name with '/' or '_orig_mod.' is read as another one's",
+                fix="rename that module or parameter",
+            )
 
 
 def trained_names(held: Sequence[HeldPart], optimizer: torch.optim.Optimizer) -> frozenset[str]:
