@@ -28,15 +28,23 @@ class LayerAssembly:
         layers: All layers, by name, in the order of their registration.
         parameters: The module's parameters.
         samples: The samples of that forward.
+        is_cast: Whether it ran under autocast.
     """
 
     def __init__(
-        self, recorder: ForwardRecorder, layers: Sequence[str], parameters: Ownership, samples: Samples
+        self,
+        recorder: ForwardRecorder,
+        layers: Sequence[str],
+        parameters: Ownership,
+        samples: Samples,
+        *,
+        is_cast: bool = False,
     ) -> None:
         self.notes: list[str] = []
         self._recorder = recorder
         self._parameters = parameters
         self._samples = samples
+        self._is_cast = is_cast
         self._order = list(recorder.calls)
         self._idle = [name for name in layers if name not in recorder.calls and self._holds(name)]
         self._flow = ProductFlow(recorder.steps, recorder.outputs, parameters)
@@ -141,6 +149,7 @@ class LayerAssembly:
             params_bytes=sum(self._parameters.nbytes[each] for each in own),
             forward_flops=float(flops),
             output_bytes=round(self._samples.of_bytes(call.output_bytes)),
+            output_elements=round(self._samples.of_bytes(call.output_sizes)) if self._is_cast else 0,
             activation_bytes=round(saved),
             operators=tuple(_counted_together(operators)),
         )
@@ -156,6 +165,12 @@ class LayerAssembly:
         name = name_inside(step.module, layer)
         saved = self._samples.of_bytes(step.saved_bytes)
         self._samples.fixed_bytes += self._samples.fixed_of(step.saved_bytes)
+        # Of an operator's products the first has its parameters.
+        casts = {
+            "num_casts": len(step.casts),
+            "cast_params": sum(step.casts),
+            "cast_saved_bytes": sum(step.saved_casts),
+        }
         made: list[OperatorSpec] = []
         for product in step.products:
             share = self._samples.of_product(product, weight_factor=step.weight_factor)
@@ -175,12 +190,14 @@ class LayerAssembly:
                     num_params=0 if made else num_params,
                     split=split,
                     is_core=is_core,
+                    dtype=step.dtype,  # type: ignore[arg-type]
+                    **({} if made else casts),
                 )
             )
         if step.products:
             return made
         traffic = self._samples.of_bytes((*step.read_bytes, *step.written_bytes))
-        if not round(traffic) and not round(saved) and not num_params:
+        if not round(traffic) and not round(saved) and not num_params and not step.casts:
             return []
         if split == "inner" and not num_params:
             split = "whole"  # a second look-up in a table that is counted already
@@ -197,6 +214,8 @@ class LayerAssembly:
                 num_params=num_params,
                 split=split,
                 is_core=is_core,
+                dtype=step.dtype,  # type: ignore[arg-type]
+                **casts,
             )
         ]
 
@@ -245,6 +264,7 @@ def _counted_together(operators: list[OperatorSpec]) -> list[OperatorSpec]:
             operator.split,
             operator.is_core,
             operator.causal,
+            operator.dtype,
             *sizes,
         )
         first = found.get(key)
@@ -262,4 +282,7 @@ def _joined(first: OperatorSpec, second: OperatorSpec) -> OperatorSpec:
         traffic_bytes=first.traffic_bytes + second.traffic_bytes,
         saved_bytes=first.saved_bytes + second.saved_bytes,
         num_params=first.num_params + second.num_params,
+        num_casts=first.num_casts + second.num_casts,
+        cast_params=first.cast_params + second.cast_params,
+        cast_saved_bytes=first.cast_saved_bytes + second.cast_saved_bytes,
     )
