@@ -204,7 +204,9 @@ def main() -> int:
         calls = sum(one for one, _ in row["calls"].values())
         kept, copies = row["kept of a sample"], row["kept of weights"]
         print(f"{row['model']}: {calls} calls of {len(row['calls'])} kinds, {unequal} of all numbers differ")
-        print(f"    kept of a sample {kept[0]} described, {kept[1]:.0f} run; of weights and tables {copies[0]} and {copies[1]:.0f} B")
+        print(
+            f"    kept of a sample {kept[0]} described, {kept[1]:.0f} run; weights and tables {copies[0]}, {copies[1]:.0f} B"
+        )
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
     return 1 if differing else 0

@@ -43,7 +43,8 @@ _IN_BFLOAT16: Final = ("mv", "addmv", "addr", "lstm_cell", "gru_cell", "rnn_tanh
 """Those that it casts to bfloat16. Source: as above, "CUDA Ops that can autocast to float16"."""
 
 _IN_THE_WIDEST: Final = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "vdot")
-"""Those whose inputs it casts to the widest dtype among them. Source: as above, "CUDA Ops that promote to the widest input type"."""
+"""Those whose inputs it casts to the widest dtype among them. Source: as above, "CUDA Ops that promote to the widest input
+type"."""
 
 
 @contextlib.contextmanager

@@ -162,15 +162,22 @@ class LayerAssembly:
         return sum(share.flops / self._samples.count for share in shares if share is not None)
 
     def _operators(self, layer: str, step: Step, split: Split, *, is_core: bool, num_params: int) -> list[OperatorSpec]:
+        made = self._uncast_operators(layer, step, split, is_core=is_core, num_params=num_params)
+        if made and (step.casts or step.saved_casts):  # of an operator's products the first has its weights
+            made[0] = dataclasses.replace(
+                made[0],
+                num_casts=len(step.casts),
+                cast_params=sum(step.casts),
+                cast_saved_bytes=sum(step.saved_casts),
+            )
+        return made
+
+    def _uncast_operators(
+        self, layer: str, step: Step, split: Split, *, is_core: bool, num_params: int
+    ) -> list[OperatorSpec]:
         name = name_inside(step.module, layer)
         saved = self._samples.of_bytes(step.saved_bytes)
         self._samples.fixed_bytes += self._samples.fixed_of(step.saved_bytes)
-        # Of an operator's products the first has its parameters.
-        casts = {
-            "num_casts": len(step.casts),
-            "cast_params": sum(step.casts),
-            "cast_saved_bytes": sum(step.saved_casts),
-        }
         made: list[OperatorSpec] = []
         for product in step.products:
             share = self._samples.of_product(product, weight_factor=step.weight_factor)
@@ -191,7 +198,6 @@ class LayerAssembly:
                     split=split,
                     is_core=is_core,
                     dtype=step.dtype,  # type: ignore[arg-type]
-                    **({} if made else casts),
                 )
             )
         if step.products:
@@ -215,7 +221,6 @@ class LayerAssembly:
                 split=split,
                 is_core=is_core,
                 dtype=step.dtype,  # type: ignore[arg-type]
-                **casts,
             )
         ]
 

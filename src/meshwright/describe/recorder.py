@@ -93,9 +93,7 @@ class ForwardRecorder(Constants):
         is_cast: Whether the forward runs under autocast: casts of weights then belong to what uses them first.
     """
 
-    def __init__(
-        self, module: nn.Module, layers: Iterable[str], *, constants: bool, is_cast: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, layers: Iterable[str], *, constants: bool, is_cast: bool = False) -> None:
         super().__init__(is_on=constants)
         self.steps: list[Step] = []
         self.calls: dict[str, LayerCall] = {}

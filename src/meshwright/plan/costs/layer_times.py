@@ -44,7 +44,7 @@ _CAST: Final = "_to_copy"
 
 _CAST_HOST: Final = 0.3
 """Host time of a cast, forward and backward, over that of the mean operator with the views around it [ratio].
-Measured by benchmarks/planner/cast_times.py on a CPU: 0.23 to 0.40."""
+Measured by benchmarks/planner/cast_times.py on a CPU: 0.21 to 0.31."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,7 +69,7 @@ class LayerTimes:
     product_bytes: float = 0.0
     """Results of products and of attention [bytes]."""
     cast_bytes: float = 0.0
-    """Copies of weights in bfloat16 that backward needs, whatever the samples [bytes]."""
+    """Copies of weights in bfloat16 that backward needs, whatever the samples; what runs again makes them again [bytes]."""
     input_bytes: float = 0.0
     """What full recompute keeps [bytes]."""
     loss_bytes: float = 0.0
@@ -102,11 +102,10 @@ class LayerTimes:
         """Return what one micro-batch keeps between forward and backward [bytes]."""
         if recompute == "full":
             return min(self.input_bytes, self.saved_bytes)
-        casts = self.cast_bytes
         if recompute in ("all_but_products", "every_other_product"):
             products = self.product_bytes / (2 if recompute == "every_other_product" else 1)
-            return min(self.input_bytes + products, self.saved_bytes) + casts
-        return self.saved_bytes + casts - (self.saved_core_bytes if recompute == "selective" else 0.0)
+            return min(self.input_bytes + products, self.saved_bytes)
+        return self.saved_bytes + self.cast_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
 
 
 def layer_times(
@@ -122,9 +121,7 @@ def layer_times(
         is_last: Whether its results go to the loss, which takes them in parts.
     """
     times = LayerTimes()
-    scale = setup.micro_batch_size / setup.cp
-    if not setup.own_dtypes:
-        scale *= setup.element_bytes / model_bytes
+    scale = _scale(setup, model_bytes)
     rows_cut = setup.tp if setup.sequence_parallel else 1
     times.input_bytes = layer.output_bytes * scale / rows_cut
     divided = setup.tp if any(operator.split == "columns" for operator in layer.operators) else 1
@@ -146,19 +143,15 @@ def layer_times(
             _add_product(times, operator, setup, machine, cut)
         parts = 1 if operator.split in ("whole", "rows", "inside") else setup.tp
         times.num_params += operator.num_params / parts
-        if operator.num_casts:
-            _add_weight_casts(times, operator, setup, machine, parts)
+        _add_weight_casts(times, operator, setup, machine, parts)
         times.saved_bytes += operator.saved_bytes * scale / cut
         times.saved_core_bytes += operator.saved_bytes * scale / cut if operator.is_core else 0.0
-        times.num_operators += _CAST_HOST if operator.function == _CAST else 1
+        times.num_operators += _issued_operators(operator)
         if times.runs_on_slices:
-            bias = max(0, operator.num_params - operator.inner * operator.columns) if operator.kind == "matmul" else 0
-            times.partial_params += {"rows": operator.num_params, "inner": bias}.get(operator.split, 0)
+            times.partial_params += _partial_params(operator)
         if operator.kind != "elementwise":
-            width = operator.inner if operator.kind == "attention" else operator.columns
-            results = operator.rows * width * operator.count * scale
-            results *= _numerics(operator, setup)[1] if setup.own_dtypes else model_bytes
-            times.product_bytes += results / (rows_cut if operator.split == "inner" else cut)
+            parts = rows_cut if operator.split == "inner" else cut
+            times.product_bytes += _result_bytes(operator, setup, model_bytes) * scale / parts
         if setup.tp > 1:
             if operator.split == "columns":
                 column = column or operator
@@ -170,6 +163,28 @@ def layer_times(
     if column is not None:  # nothing sums its results, but the gradient of its input
         _add_ending(times, column, setup, machine, is_last=is_last)
     return times
+
+
+def _partial_params(operator: OperatorSpec) -> int:
+    """Return the elements whose gradients see a slice of the sequence: those of norms, and biases of row products."""
+    bias = max(0, operator.num_params - operator.inner * operator.columns) if operator.kind == "matmul" else 0
+    return {"rows": operator.num_params, "inner": bias}.get(operator.split, 0)
+
+
+def _issued_operators(operator: OperatorSpec) -> float:
+    """Return for how many operators of mean size the host works."""
+    return (_CAST_HOST if operator.function == _CAST else 1) + _CAST_HOST * operator.num_casts
+
+
+def _scale(setup: Setup, model_bytes: float) -> float:
+    """Return what bytes of one sample grow by: the samples, and the size of an element where all have one."""
+    samples = setup.micro_batch_size / setup.cp
+    return samples if setup.own_dtypes else samples * setup.element_bytes / model_bytes
+
+
+def _result_bytes(operator: OperatorSpec, setup: Setup, model_bytes: float) -> float:
+    elements = operator.rows * operator.count * (operator.inner if operator.kind == "attention" else operator.columns)
+    return elements * (_numerics(operator, setup)[1] if setup.own_dtypes else model_bytes)
 
 
 def _add_sums(times: LayerTimes, layer: LayerSpec, setup: Setup, machine: Machine, scale: float) -> None:
@@ -275,11 +290,13 @@ def _numerics(operator: OperatorSpec, setup: Setup) -> tuple[str, float]:
 
 def _add_weight_casts(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, parts: int) -> None:
     """Add copies of weights that autocast makes once in each forward, and their gradients' way back; each is a kernel."""
+    if not operator.num_casts:
+        return
     moved = _WEIGHT_CAST_BYTES * operator.cast_params / parts
     seconds = machine.traffic_s(moved) + (operator.num_casts - 1) * machine.efficiency.kernel_s
     times.forward_s += seconds
+    times.elementwise_s += seconds
     times.backward_s += seconds if setup.trains_weights else 0.0
-    times.num_operators += _CAST_HOST * operator.num_casts
     times.cast_bytes += operator.cast_saved_bytes / parts
 
 

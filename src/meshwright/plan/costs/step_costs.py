@@ -372,7 +372,13 @@ def _kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:
     kinds: list[LayerSpec] = []
     of_layers: list[int] = []
     for layer in model.layers:
-        sums = (layer.num_params, layer.forward_flops, layer.output_bytes, layer.output_elements, layer.activation_bytes)
+        sums = (
+            layer.num_params,
+            layer.forward_flops,
+            layer.output_bytes,
+            layer.output_elements,
+            layer.activation_bytes,
+        )
         kind = known.setdefault((*sums, layer.operators), len(kinds))
         if kind == len(kinds):
             kinds.append(layer)
