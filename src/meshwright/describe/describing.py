@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import RNN_LAYER, FakeTensor, FakeTensorError
-from meshwright.describe.autocast import under_autocast
 from meshwright.describe.batches import BatchSplitter, call_model, model_inputs
+from meshwright.describe.cast_kernels import under_autocast
 from meshwright.describe.fakes import (
     WritesConstantError,
     build_fake,

@@ -28,7 +28,7 @@ _READS_VALUES: Final = (
 
 _DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-_TO_COPY: Final = torch.ops.aten._to_copy.default
+_TO_COPY: Final = "_to_copy"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -309,7 +309,8 @@ class ForwardRecorder(Constants):
 
 
 def _is_cast(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    return func is _TO_COPY and inputs[0].is_floating_point() and inputs[0].dtype != outputs[0].dtype
+    is_copy = func.__name__.partition(".")[0] == _TO_COPY
+    return is_copy and inputs[0].is_floating_point() and inputs[0].dtype != outputs[0].dtype
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 import meshwright as mw
 from gpt import GPT, GPTConfig
-from meshwright.describe import autocast
+from meshwright.describe import cast_kernels
 from meshwright.describe.describing import describe_model
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec, load_cluster
@@ -143,16 +143,21 @@ def test_the_cpus_own_autocast_is_as_before_afterwards() -> None:
             return torch.randn(2, 8, dtype=torch.bfloat16).softmax(-1).dtype
 
     before = result()
-    with autocast.under_autocast("cuda"):
+    with cast_kernels.under_autocast("cuda"):
         inside = torch.randn(2, 8, dtype=torch.bfloat16).softmax(-1).dtype
     assert (before, inside, result()) == (torch.bfloat16, torch.float32, torch.bfloat16)
-    with pytest.raises(ZeroDivisionError), autocast.under_autocast("cuda"):
+    with pytest.raises(ZeroDivisionError), cast_kernels.under_autocast("cuda"):
         raise ZeroDivisionError
     assert result() == torch.bfloat16
 
 
 def test_the_listed_operators_are_those_of_cudas_autocast() -> None:
-    names = [*autocast._IN_FLOAT32, *autocast._WITH_DTYPE, *autocast._IN_BFLOAT16, *autocast._IN_THE_WIDEST]
+    names = [
+        *cast_kernels._IN_FLOAT32,
+        *cast_kernels._WITH_DTYPE,
+        *cast_kernels._IN_BFLOAT16,
+        *cast_kernels._IN_THE_WIDEST,
+    ]
     assert len(set(names)) == len(names)
     missing = [
         name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
@@ -162,7 +167,7 @@ def test_the_listed_operators_are_those_of_cudas_autocast() -> None:
 
 def test_operators_are_asked_for_float32_once() -> None:
     values = torch.randn(2, 8, dtype=torch.bfloat16)
-    with autocast.under_autocast("cuda"):
+    with cast_kernels.under_autocast("cuda"):
         assert values.sum(dtype=torch.bfloat16).dtype == torch.bfloat16  # as the call says
         assert values.sum().dtype == values.sum(-1).dtype == torch.float32
         assert values.softmax(-1, torch.bfloat16).dtype == torch.bfloat16
