@@ -1,6 +1,11 @@
 """Steps of one GPU as the planner predicts them, from the data sheet and from a probe, beside measured ones.
 
 python -m benchmarks.gpu.predict --preset 1xh100-sxm --out benchmarks/gpu/results/predicted.json
+
+Without a GPU, steps that were measured before are predicted again, from the data sheet and from the probe of that time:
+
+python -m benchmarks.gpu.predict --preset 1xh200-sxm --again benchmarks/gpu/results/predicted.json \\
+    --cluster benchmarks/gpu/results/h200.cluster.json --out benchmarks/gpu/results/predicted_autocast.json
 """
 
 from __future__ import annotations
@@ -11,8 +16,9 @@ import functools
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from benchmarks.gpu.gpt import GPT, SIZES, Size, batch_of, loss_fn
@@ -56,14 +62,55 @@ def measured(size: Size, line: str, steps: int) -> tuple[float, int]:
         return statistics.median(times), torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
+def predicted(size: Size, line: str, clusters: Mapping[str, mw.ClusterSpec]) -> dict[str, Any]:
+    """Return what each cluster predicts of a plan; forward and loss are described in the plan's own precision."""
+    plan = mw.Plan.parse(line)
+    spec = described(dataclasses.replace(size, samples=2), "cuda" if plan.precision == "bf16" else "none")
+    train = mw.TrainSpec(global_batch_size=size.samples, optimizer="adamw", precision=plan.precision)
+    return {source: mw.predict_plan(spec, cluster, train, plan).to_dict() for source, cluster in clusters.items()}
+
+
+@functools.cache
+def described(size: Size, autocast: Literal["none", "cuda"]) -> mw.ModelSpec:
+    """Return a model's description."""
+    batch = batch_of(size, torch.device("cpu"))
+    return mw.describe_model(functools.partial(GPT, size), batch, loss_fn=loss_fn, autocast=autocast)
+
+
+def predict_again(recorded: Path, clusters: Mapping[str, mw.ClusterSpec], out: Path) -> None:
+    """Predict recorded steps, print ratios before and now, and write the rows."""
+    given = json.loads(recorded.read_text())
+    rows: list[dict[str, Any]] = []
+    for row in given["rows"]:
+        size = dataclasses.replace(SIZES[row["size"]["name"]], samples=row["size"]["samples"])
+        found = predicted(size, row["plan"], clusters)
+        took = row["measured"]
+        texts: list[str] = []
+        for source, now in found.items():
+            times = [sum(one["time"].values()) / took["step_s"] for one in (row[source], now)]
+            texts.append(f"{source} {times[0]:.2f} -> {times[1]:.2f}")
+        sizes = [sum(one["memory"].values()) / took["allocated_bytes"] for one in (row["probe"], found["probe"])]
+        print(
+            f"{row['size']['name']} x {size.samples}, {row['plan']}: {', '.join(texts)}; memory {sizes[0]:.2f} -> {sizes[1]:.2f}"
+        )
+        rows.append({"size": row["size"], "plan": row["plan"], "measured": took, **found})
+    out.write_text(json.dumps({"gpu": given["gpu"], "measured": given["date"], "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     """Probe, predict, measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", required=True, help="the data sheet's cluster, such as 1xh100-sxm")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--again", type=Path, help="rows that were measured before")
+    parser.add_argument("--cluster", type=Path, help="what the probe of these rows wrote")
     arguments = parser.parse_args()
-    clusters = {"data sheet": mw.load_cluster(arguments.preset)}
+    clusters = {"sheet": mw.load_cluster(arguments.preset)}
+    if arguments.again is not None:
+        clusters["probe"] = mw.ClusterSpec.from_json(arguments.cluster.read_text())
+        predict_again(arguments.again, clusters, arguments.out)
+        return
     try:
         clusters["probe"] = mw.probe_cluster(1)
         arguments.out.with_suffix(".cluster.json").write_text(clusters["probe"].to_json())
@@ -76,12 +123,7 @@ def main() -> None:
         try:
             step_s, peak_bytes = measured(size, line, arguments.steps)
             row |= {"measured": {"step_s": step_s, "allocated_bytes": peak_bytes}}
-            spec = mw.describe_model(functools.partial(GPT, size), batch_of(size, torch.device("cpu")), loss_fn=loss_fn)
-            plan = mw.Plan.parse(line)
-            train = mw.TrainSpec(global_batch_size=samples, optimizer="adamw", precision=plan.precision)
-            for source, cluster in clusters.items():
-                found = mw.predict_plan(spec, cluster, train, plan).to_dict()
-                row[source] = found
+            row |= predicted(size, line, clusters)
         except Exception as error:
             row["error"] = repr(error)
         rows.append(row)

@@ -168,19 +168,20 @@ def plan(
     from meshwright.spec import TrainSpec
 
     train = TrainSpec(global_batch_size=global_batch, precision=precision or "bf16", optimizer=optimizer or "adamw")
+    where = load_cluster(cluster)
     if ":" in model:  # a module has to be built and run, on fake tensors
         from meshwright.train.model_names import find_model
 
-        spec = find_model(model, sequence=sequence, batch=batch)
+        spec = find_model(model, sequence=sequence, batch=batch, autocast=where.autocast(train.precision))
     else:
         spec = read_model(model, sequence=sequence)
     if strategies:
         from meshwright.plan.strategy_table import strategy_table
 
         _refuse(json_path is not None, "--json", "--strategies shows a table alone")
-        print(clean(strategy_table(spec, load_cluster(cluster), train)))
+        print(clean(strategy_table(spec, where, train)))
         return
-    print(clean(list_plans(spec, load_cluster(cluster), train, top=top, json_path=json_path)))
+    print(clean(list_plans(spec, where, train, top=top, json_path=json_path)))
 
 
 def _refuse(is_wrong: bool, option: str, why: str) -> None:
@@ -234,13 +235,17 @@ def describe(
     batch: Annotated[
         str | None, typer.Option(metavar="PACKAGE.MODULE:CALLABLE", help="What returns an example batch.")
     ] = None,
+    autocast: Annotated[
+        Literal["none", "cpu", "cuda"],
+        typer.Option(help="For plans in bf16: run it under the autocast of such devices."),
+    ] = "none",
     json_path: JsonOption = None,
 ) -> None:
     """Show a model's layers: parameters, arithmetic, memory and splits, found without running it."""
     from meshwright.describe.model_table import format_model
     from meshwright.train.model_names import find_model
 
-    spec = find_model(model, batch_size=batch_size, sequence=sequence, batch=batch)
+    spec = find_model(model, batch_size=batch_size, sequence=sequence, batch=batch, autocast=autocast)
     if json_path is not None:
         try:
             json_path.write_text(spec.to_json(indent=2) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 Planning and the one-process modes use it; it never changes the model.
 
 describing    `describe_model`: any module as a ModelSpec
+cast_kernels  the autocast of CUDA devices, or of CPUs, for a described forward
 fakes         modules and batches without memory
 function_caches  caches of functions, in which a trial leaves no tensor
 recorder      record of one forward: operators, and what backward keeps

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import RNN_LAYER, FakeTensor, FakeTensorError
 from meshwright.describe.batches import BatchSplitter, call_model, model_inputs
+from meshwright.describe.cast_kernels import under_autocast
 from meshwright.describe.fakes import (
     WritesConstantError,
     build_fake,
@@ -32,7 +33,7 @@ from meshwright.describe.ownership import layer_names, ownership_of
 from meshwright.describe.per_sample import Samples, pick_samples
 from meshwright.describe.recorder import ForwardRecorder
 from meshwright.errors import ApplyError, ConfigError, MeshwrightError, UserCodeError
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import Autocast, ModelSpec
 from meshwright.trees import map_tensors, tensors_in
 from meshwright.units import format_bytes
 
@@ -50,6 +51,7 @@ def describe_model(
     *,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     sequence_length: int | None = None,
+    autocast: Autocast = "none",
 ) -> ModelSpec:
     """Describe a model: layers in the order of their forward, with parameters, arithmetic, bytes and operators of one sample.
 
@@ -67,6 +69,8 @@ def describe_model(
         loss_fn: ``(outputs, batch)`` -> the loss, whose operators then belong to the last layer; None leaves it out, unless the
             model computes one itself.
         sequence_length: The size of dim 1 in the batch that is the sequence, where integer inputs do not tell [tokens].
+        autocast: For plans with ``precision=bf16``: forward and loss run under autocast to bfloat16 as on "cuda" or "cpu"
+            devices, whose lists of operators differ. Casts are operators, and each operator has its own dtype.
 
     Returns:
         The model, whose numbers are for one sample.
@@ -81,10 +85,12 @@ def describe_model(
     """
     num_samples = _count_samples(example_batch)
     sequence = _check_sequence(example_batch, sequence_length)
-    job = _Attempts(build_model, example_batch, loss_fn, num_samples)
+    if autocast not in ("none", "cpu", "cuda"):
+        raise ConfigError(f"autocast={autocast!r} (rule: none, cpu or cuda)", fix='autocast="cuda"')
+    job = _Attempts(build_model, example_batch, loss_fn, num_samples, autocast)
     seen = job.run()
     parameters = ownership_of(seen.module, seen.layers)
-    assembly = LayerAssembly(seen.recorder, seen.layers, parameters, seen.samples)
+    assembly = LayerAssembly(seen.recorder, seen.layers, parameters, seen.samples, is_cast=autocast != "none")
     layers, bonds = assembly.layers(), assembly.bonds()
     return ModelSpec(
         name=type(seen.module).__name__,
@@ -92,6 +98,7 @@ def describe_model(
         shared=assembly.shared(),
         bonds=bonds,
         sequence_length=sequence,
+        autocast=autocast,
         notes=(*seen.notes, *assembly.notes),
         **facts_of(seen.module, seen.recorder, seen.samples, parameters.shapes),
     )
@@ -144,11 +151,13 @@ class _Attempts:
         batch: Any,
         loss_fn: Callable[[Any, Any], Any] | None,
         num_samples: int,
+        autocast: Autocast,
     ) -> None:
         self._build_model = build_model
         self._batch = batch
         self._loss_fn = loss_fn
         self._num_samples = num_samples
+        self._autocast: Autocast = autocast
         self._where = ""
 
     def run(self) -> _Seen:
@@ -222,8 +231,8 @@ class _Attempts:
 
     def _record(self, module: nn.Module, batch: Any, *, constants: bool) -> _Seen:
         layers = layer_names(module)
-        recorder = ForwardRecorder(module, layers, constants=constants)
-        with torch.enable_grad():
+        recorder = ForwardRecorder(module, layers, constants=constants, is_cast=self._autocast != "none")
+        with torch.enable_grad(), under_autocast(self._autocast):
             try:
                 with recorder:
                     outputs = call_model(module, batch)

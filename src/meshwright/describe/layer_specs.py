@@ -28,15 +28,23 @@ class LayerAssembly:
         layers: All layers, by name, in the order of their registration.
         parameters: The module's parameters.
         samples: The samples of that forward.
+        is_cast: Whether it ran under autocast.
     """
 
     def __init__(
-        self, recorder: ForwardRecorder, layers: Sequence[str], parameters: Ownership, samples: Samples
+        self,
+        recorder: ForwardRecorder,
+        layers: Sequence[str],
+        parameters: Ownership,
+        samples: Samples,
+        *,
+        is_cast: bool = False,
     ) -> None:
         self.notes: list[str] = []
         self._recorder = recorder
         self._parameters = parameters
         self._samples = samples
+        self._is_cast = is_cast
         self._order = list(recorder.calls)
         self._idle = [name for name in layers if name not in recorder.calls and self._holds(name)]
         self._flow = ProductFlow(recorder.steps, recorder.outputs, parameters)
@@ -141,6 +149,7 @@ class LayerAssembly:
             params_bytes=sum(self._parameters.nbytes[each] for each in own),
             forward_flops=float(flops),
             output_bytes=round(self._samples.of_bytes(call.output_bytes)),
+            output_elements=round(self._samples.of_bytes(call.output_sizes)) if self._is_cast else 0,
             activation_bytes=round(saved),
             operators=tuple(_counted_together(operators)),
         )
@@ -153,6 +162,19 @@ class LayerAssembly:
         return sum(share.flops / self._samples.count for share in shares if share is not None)
 
     def _operators(self, layer: str, step: Step, split: Split, *, is_core: bool, num_params: int) -> list[OperatorSpec]:
+        made = self._uncast_operators(layer, step, split, is_core=is_core, num_params=num_params)
+        if made and (step.casts or step.saved_casts):  # of an operator's products the first has its weights
+            made[0] = dataclasses.replace(
+                made[0],
+                num_casts=len(step.casts),
+                cast_params=sum(step.casts),
+                cast_saved_bytes=sum(step.saved_casts),
+            )
+        return made
+
+    def _uncast_operators(
+        self, layer: str, step: Step, split: Split, *, is_core: bool, num_params: int
+    ) -> list[OperatorSpec]:
         name = name_inside(step.module, layer)
         saved = self._samples.of_bytes(step.saved_bytes)
         self._samples.fixed_bytes += self._samples.fixed_of(step.saved_bytes)
@@ -175,12 +197,13 @@ class LayerAssembly:
                     num_params=0 if made else num_params,
                     split=split,
                     is_core=is_core,
+                    dtype=step.dtype,  # type: ignore[arg-type]
                 )
             )
         if step.products:
             return made
         traffic = self._samples.of_bytes((*step.read_bytes, *step.written_bytes))
-        if not round(traffic) and not round(saved) and not num_params:
+        if not round(traffic) and not round(saved) and not num_params and not step.casts:
             return []
         if split == "inner" and not num_params:
             split = "whole"  # a second look-up in a table that is counted already
@@ -197,6 +220,7 @@ class LayerAssembly:
                 num_params=num_params,
                 split=split,
                 is_core=is_core,
+                dtype=step.dtype,  # type: ignore[arg-type]
             )
         ]
 
@@ -245,6 +269,7 @@ def _counted_together(operators: list[OperatorSpec]) -> list[OperatorSpec]:
             operator.split,
             operator.is_core,
             operator.causal,
+            operator.dtype,
             *sizes,
         )
         first = found.get(key)
@@ -262,4 +287,7 @@ def _joined(first: OperatorSpec, second: OperatorSpec) -> OperatorSpec:
         traffic_bytes=first.traffic_bytes + second.traffic_bytes,
         saved_bytes=first.saved_bytes + second.saved_bytes,
         num_params=first.num_params + second.num_params,
+        num_casts=first.num_casts + second.num_casts,
+        cast_params=first.cast_params + second.cast_params,
+        cast_saved_bytes=first.cast_saved_bytes + second.cast_saved_bytes,
     )

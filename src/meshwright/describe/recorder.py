@@ -26,6 +26,10 @@ _READS_VALUES: Final = (
 )
 """Operators whose result is a number, or whose shape depends on values."""
 
+_DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_TO_COPY: Final = "_to_copy"
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Step:
@@ -57,8 +61,14 @@ class Step:
     reads: frozenset[int]
     """Memories that it reads."""
     writes: frozenset[int]
+    dtype: str
+    """Of its first result, as `OperatorSpec` names it."""
+    casts: list[int]
+    """Elements of each weight that was cast for it."""
     saved_bytes: list[int] = dataclasses.field(default_factory=list)
     """Sizes of the memories that are kept for its backward and that nobody before it keeps."""
+    saved_casts: list[int] = dataclasses.field(default_factory=list)
+    """The same of copies that casts of weights have made."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -68,6 +78,8 @@ class LayerCall:
     outputs: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     """Shapes of what its last call returned."""
     output_bytes: list[int] = dataclasses.field(default_factory=list)
+    output_sizes: list[int] = dataclasses.field(default_factory=list)
+    """The same in elements."""
     num_calls: int = 0
 
 
@@ -78,9 +90,10 @@ class ForwardRecorder(Constants):
         module: The module that will run; hooks are put on it.
         layers: Names of its layers.
         constants: Whether small integer tensors are computed, above a fake mode.
+        is_cast: Whether the forward runs under autocast: casts of weights then belong to what uses them first.
     """
 
-    def __init__(self, module: nn.Module, layers: Iterable[str], *, constants: bool) -> None:
+    def __init__(self, module: nn.Module, layers: Iterable[str], *, constants: bool, is_cast: bool = False) -> None:
         super().__init__(is_on=constants)
         self.steps: list[Step] = []
         self.calls: dict[str, LayerCall] = {}
@@ -104,6 +117,8 @@ class ForwardRecorder(Constants):
         self._kept: set[int] = set()
         self._held: list[Any] = []  # a memory's id identifies it only while it lives
         self._unplaced: list[tuple[int, int]] = []  # kept since the last step: memory, size
+        self._is_cast = is_cast
+        self._copies: dict[int, int] = {}  # memories of weights' copies -> elements, 0 where somebody has used them
         for name, parameter in module.named_parameters():
             self.names[storage_id(parameter)] = name
             self._made_of[storage_id(parameter)] = frozenset([name])
@@ -154,6 +169,7 @@ class ForwardRecorder(Constants):
                 call = self.calls[name] if is_layer else self._whole
                 call.outputs = [tuple(tensor.shape) for tensor in memories.values()]
                 call.output_bytes = [tensor.nbytes for tensor in memories.values()]
+                call.output_sizes = [tensor.numel() for tensor in memories.values()]
 
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave)
@@ -189,11 +205,15 @@ class ForwardRecorder(Constants):
             if memory in self.names:
                 continue
             self._made_of.pop(memory, None)
+            self._copies.pop(memory, None)
             if is_constant:
                 self._made_of[memory] = weights
         if func.__name__.startswith(("empty", "new_empty")):
             for memory in writes:
                 self._producers.pop(memory, None)
+            return
+        if self._is_cast and is_constant and _is_cast(func, inputs, outputs):
+            self._copies[storage_id(outputs[0])] = outputs[0].numel()
             return
         place = len(self.steps)
         is_lookup = func in LOOKUPS
@@ -216,10 +236,13 @@ class ForwardRecorder(Constants):
             inputs=tuple({self._producers[memory] for memory in reads if memory in self._producers}),
             reads=frozenset(reads),
             writes=frozenset(writes),
+            dtype=_DTYPES.get(outputs[0].dtype, ""),
+            casts=[size for memory in reads if (size := self._copies.get(memory, 0))],
         )
         step.read_bytes += [_touched_bytes(tensor) for tensor in (inputs[1:] if is_lookup else inputs)]
         for memory in writes:
             self._producers[memory] = place
+        self._copies.update((memory, 0) for memory in reads if memory in self._copies)
         self._place_kept(step)
         self.steps.append(step)
 
@@ -281,8 +304,13 @@ class ForwardRecorder(Constants):
             if owner is None:
                 owner = following
             if owner is not None:
-                owner.saved_bytes.append(size)
+                (owner.saved_casts if memory in self._copies else owner.saved_bytes).append(size)
         self._unplaced = []
+
+
+def _is_cast(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    is_copy = func.__name__.partition(".")[0] == _TO_COPY
+    return is_copy and inputs[0].is_floating_point() and inputs[0].dtype != outputs[0].dtype
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.hardware.efficiency import Efficiency
+from meshwright.spec.model import Autocast
 from meshwright.units import format_bandwidth, format_bytes
 from meshwright.values import FrozenMap, Problems, Value
 
@@ -153,6 +154,12 @@ class ClusterSpec(Value):
         if self.made_of:
             return f"{self.name}: {self.num_devices} devices, taken for {self.device} each"
         return f"{self.name}: {self.num_hosts} x {self.devices_per_host} x {self.device}"
+
+    def autocast(self, precision: str) -> Autocast:
+        """Return under which autocast a model computes here that is trained in a precision: what it is to be described under."""
+        if precision != "bf16":
+            return "none"
+        return "cpu" if self.device.name == HOST_DEVICE else "cuda"
 
     @property
     def num_devices(self) -> int:

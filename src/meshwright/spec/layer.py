@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from meshwright.spec.operator import OperatorSpec
 from meshwright.values import Problems, Value
 
 __all__: list[str] = []
+
+_NOT_NEGATIVE: Final = (
+    "num_params", "params_bytes", "forward_flops", "output_bytes", "output_elements", "activation_bytes",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,7 @@ class LayerSpec(Value):
         params_bytes: Their size [bytes].
         forward_flops: Arithmetic of one forward pass of one sample; a multiply-add is 2 [FLOPs].
         output_bytes: What it hands to the next layer for one sample [bytes].
+        output_elements: The same in elements, where these are not of the parameters' size; 0 elsewhere [elements].
         activation_bytes: What backward needs of one sample's forward, its input included [bytes].
         operators: What its forward does, in order; empty where only the sums above are known.
 
@@ -35,6 +40,7 @@ class LayerSpec(Value):
     params_bytes: int = 0
     forward_flops: float = 0.0
     output_bytes: int = 0
+    output_elements: int = 0
     activation_bytes: int = 0
     operators: tuple[OperatorSpec, ...] = ()
 
@@ -42,7 +48,7 @@ class LayerSpec(Value):
         self._check_types()
         problems = Problems(f"layer '{self.name}'")
         problems.require(self.name != "", "the name is empty")
-        for name in ("num_params", "params_bytes", "forward_flops", "output_bytes", "activation_bytes"):
+        for name in _NOT_NEGATIVE:
             number = getattr(self, name)
             problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
         problems.check()

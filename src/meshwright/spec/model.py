@@ -14,6 +14,8 @@ from meshwright.values import Problems, Value
 
 __all__: list[str] = []
 
+Autocast = Literal["none", "cpu", "cuda"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(Value):
@@ -29,6 +31,9 @@ class ModelSpec(Value):
         num_kv_heads: Key and value heads, where known [count].
         hidden_size: Width of the residual stream, where known [elements].
         vocab_size: Rows of the embedding, where known [count].
+        autocast: Devices under whose autocast to bfloat16 the forward was seen to run: "cuda", "cpu" or "none". Its numbers are
+            for plans in bf16 alone, and have each operator's own dtype; of a model without autocast such a plan costs half of
+            the bytes.
         notes: What the description could not see, for people.
 
     Raises:
@@ -46,6 +51,7 @@ class ModelSpec(Value):
     num_kv_heads: int | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
+    autocast: Autocast = "none"
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from meshwright.values import Problems, Value
 
@@ -11,6 +11,11 @@ __all__: list[str] = []
 
 OperatorKind = Literal["matmul", "batched_matmul", "attention", "elementwise"]
 Split = Literal["whole", "columns", "inner", "inside", "rows"]
+
+_NOT_NEGATIVE: Final = (
+    "rows", "inner", "columns", "count", "input_size", "traffic_bytes", "saved_bytes", "num_params", "num_casts",
+    "cast_params", "cast_saved_bytes",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,10 @@ class OperatorSpec(Value):
             summed size of a weight, whose results all ranks then add up. "inside": it lies between those two, and each rank
             has its heads or features. "rows": it lies outside, and is divided where sequences are split too.
         is_core: Part of the attention core: scores, softmax, dropout and values, which selective recompute runs again.
+        dtype: What its result was in when it was seen to run, "fp32", "bf16" or "fp16"; empty where it is not known.
+        num_casts: Weights that autocast casts for it in each forward, whose gradients backward casts back [count].
+        cast_params: Elements of these weights [count].
+        cast_saved_bytes: What backward keeps of their copies, whatever the samples [bytes].
 
     Raises:
         ConfigError: A number is negative, a product has no size, or the split does not fit the kind.
@@ -60,11 +69,15 @@ class OperatorSpec(Value):
     num_params: int = 0
     split: Split = "whole"
     is_core: bool = False
+    dtype: Literal["", "fp32", "bf16", "fp16"] = ""
+    num_casts: int = 0
+    cast_params: int = 0
+    cast_saved_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
         problems = Problems(f"operator '{self.name}'")
-        for name in ("rows", "inner", "columns", "count", "input_size", "traffic_bytes", "saved_bytes", "num_params"):
+        for name in _NOT_NEGATIVE:
             number = getattr(self, name)
             problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
         is_product = self.kind != "elementwise"

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.plan.plan_table import read_model
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import Autocast, ModelSpec
 from meshwright.texts import is_directory, parse_json, read_text
 from meshwright.train.config.imports import check_callable, import_callable
 
@@ -28,7 +28,12 @@ _BATCH_FORMS = (
 
 
 def find_model(
-    text: str, *, batch_size: int | None = None, sequence: int | None = None, batch: str | None = None
+    text: str,
+    *,
+    batch_size: int | None = None,
+    sequence: int | None = None,
+    batch: str | None = None,
+    autocast: Autocast = "none",
 ) -> ModelSpec:
     """Describe the model that a text names.
 
@@ -38,6 +43,7 @@ def find_model(
         batch_size: Samples of the example batch [samples]; the description is for one sample whatever it is.
         sequence: Tokens of a sample; None means the batch's own, for a config.json 1024 or what the model allows [tokens].
         batch: "package.module:callable" that returns an example batch; it may take batch_size and sequence.
+        autocast: As `describe_model` takes it.
 
     Raises:
         ConfigError: There is no such model or batch.
@@ -45,17 +51,27 @@ def find_model(
     """
     path = Path(text)
     if is_directory(path) or path.suffix == ".json":
-        return _describe_file(path, batch_size, sequence, batch)
+        return _describe_file(path, batch_size, sequence, batch, autocast)
     if ":" in text:
-        return _describe_callable(text, batch_size, sequence, batch)
+        return _describe_callable(text, batch_size, sequence, batch, autocast)
     if batch is not None:
         raise ConfigError(
             f"--batch {batch} for '{text}' (rule: a model of the catalogue is only sizes)", fix="leave --batch out"
         )
+    _refuse_autocast(text, autocast)
     return read_model(text, sequence=sequence)
 
 
-def _describe_callable(text: str, batch_size: int | None, sequence: int | None, batch: str | None) -> ModelSpec:
+def _refuse_autocast(text: str, autocast: Autocast) -> None:
+    if autocast != "none":
+        raise ConfigError(
+            f"--autocast {autocast} for '{text}' (rule: only a module that runs has casts)", fix="leave --autocast out"
+        )
+
+
+def _describe_callable(
+    text: str, batch_size: int | None, sequence: int | None, batch: str | None, autocast: Autocast
+) -> ModelSpec:
     from torch import nn
 
     from meshwright.describe.describing import describe_model
@@ -69,7 +85,7 @@ def _describe_callable(text: str, batch_size: int | None, sequence: int | None, 
         example = _own_batch(build, batch_size, sequence)
     if example is None:
         raise ConfigError(f"'{text}' names a model and no example batch", fix=_BATCH_FORMS)
-    return describe_model(build, _resized(example, batch_size, sequence))
+    return describe_model(build, _resized(example, batch_size, sequence), autocast=autocast)
 
 
 def _pair_of(named: Callable[..., Any]) -> tuple[Any, Any]:
@@ -155,7 +171,9 @@ def _resized(batch: Any, batch_size: int | None, sequence: int | None) -> Any:
     return map_tensors(batch, resize)
 
 
-def _describe_file(path: Path, batch_size: int | None, sequence: int | None, batch: str | None) -> ModelSpec:
+def _describe_file(
+    path: Path, batch_size: int | None, sequence: int | None, batch: str | None, autocast: Autocast
+) -> ModelSpec:
     place = path / "config.json" if is_directory(path) else path
     try:
         config = parse_json(read_text(place))
@@ -164,6 +182,7 @@ def _describe_file(path: Path, batch_size: int | None, sequence: int | None, bat
             f"{place} cannot be read: {error}", fix="name a config.json that transformers wrote"
         ) from error
     if isinstance(config, dict) and config.get("format") == "meshwright.model":
+        _refuse_autocast(str(place), autocast)
         return read_model(str(place), sequence=sequence)
     if not isinstance(config, dict) or "model_type" not in config:
         raise ConfigError(
@@ -178,7 +197,7 @@ def _describe_file(path: Path, batch_size: int | None, sequence: int | None, bat
         example = _resized(_call_with_sizes(_import(batch, "--batch"), batch_size, sequence), batch_size, sequence)
     else:
         example = _token_batch(batch_size or 1, sequence or _allowed_sequence(config))
-    return describe_model(build, example)
+    return describe_model(build, example, autocast=autocast)
 
 
 def _allowed_sequence(config: dict[str, Any]) -> int:

@@ -112,7 +112,9 @@ def test_the_best_plans_are_run_and_what_they_say_is_kept(monkeypatch: pytest.Mo
         ran.append([str(plan) for plan in best])
         return [trial_of(plan, compute=1.5, exchange=1.0) for plan in best]
 
-    monkeypatch.setattr(predictor, "describe_config", lambda _config: Described(MODEL, TRAIN, loaded_bytes=0))
+    monkeypatch.setattr(
+        predictor, "describe_config", lambda _config, _autocast: Described(MODEL, TRAIN, loaded_bytes=0)
+    )
     monkeypatch.setattr(predictor, "this_machine", lambda *_args, **_options: host())
     monkeypatch.setattr(module, "run_trials", run)
     monkeypatch.setattr(module, "keep_cluster", lambda cluster, *_places: kept.append(cluster))
@@ -127,7 +129,9 @@ def test_the_best_plans_are_run_and_what_they_say_is_kept(monkeypatch: pytest.Mo
 
 
 def test_plans_for_another_cluster_need_no_machine_of_that_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "describe_config", lambda _config: Described(MODEL, TRAIN, loaded_bytes=0))
+    monkeypatch.setattr(
+        predictor, "describe_config", lambda _config, _autocast: Described(MODEL, TRAIN, loaded_bytes=0)
+    )
     monkeypatch.setattr(predictor, "this_machine", lambda *_args, **_options: pytest.fail("it was asked"))
     assert "8xh100-sxm" in plan_config(CLASSIC, cluster="8xh100-sxm", top=1)
     assert "1 x 4 x h100" in plan_config(CLASSIC, cluster="8xh100-sxm", devices=4, top=1)

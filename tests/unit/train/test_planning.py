@@ -28,7 +28,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """Have every configuration described as one small transformer, on a cluster with a name."""
     seen: list[TrainConfig] = []
 
-    def describe(config: TrainConfig) -> Described:
+    def describe(config: TrainConfig, _autocast: str) -> Described:
         seen.append(config)
         return Described(MODEL, mw.TrainSpec(global_batch_size=config.train.global_batch_size), loaded_bytes=0)
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_described_is_said_and_not_tried_again(
 ) -> None:
     tried: list[int] = []
 
-    def refuse(_config: TrainConfig) -> Described:
+    def refuse(_config: TrainConfig, _autocast: str) -> Described:
         tried.append(1)
         raise ConfigError("the model needs values")
 
@@ -180,7 +180,7 @@ def test_what_stands_after_auto_is_kept(plan: str, wanted: dict[str, int], descr
 def test_where_nothing_can_be_chosen_the_run_is_data_parallel_and_says_so(
     described: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_config: TrainConfig) -> Described:
+    def refuse(_config: TrainConfig, _autocast: str) -> Described:
         raise ConfigError("the model needs values")
 
     monkeypatch.setattr(module, "describe_config", refuse)

@@ -34,6 +34,18 @@ _SUM_BYTES: Final = 4.0
 
 _LOW_PRECISION: Final = ("fp8", "mxfp8", "nvfp4")
 
+_BYTES: Final = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+
+_WEIGHT_CAST_BYTES: Final = 6.0
+"""Traffic of an element that autocast casts to bfloat16, and of its gradient that is cast back: 4 bytes and 2 [bytes]."""
+
+_CAST: Final = "_to_copy"
+"""Name of a cast in ATen. Its backward is another cast, of as many bytes."""
+
+_CAST_HOST: Final = 0.3
+"""Host time of a cast, forward and backward, over that of the mean operator with the views around it [ratio].
+Measured by benchmarks/planner/cast_times.py on a CPU: 0.21 to 0.31."""
+
 
 @dataclasses.dataclass(slots=True)
 class LayerTimes:
@@ -56,6 +68,8 @@ class LayerTimes:
     saved_core_bytes: float = 0.0
     product_bytes: float = 0.0
     """Results of products and of attention [bytes]."""
+    cast_bytes: float = 0.0
+    """Copies of weights in bfloat16 that backward needs, whatever the samples; what runs again makes them again [bytes]."""
     input_bytes: float = 0.0
     """What full recompute keeps [bytes]."""
     loss_bytes: float = 0.0
@@ -66,7 +80,8 @@ class LayerTimes:
     """Elements whose gradients tp ranks sum at the end of a step: each has seen its own part of the sequence [count]."""
     runs_on_slices: bool = False
     """Whether sequence parallelism runs it on slices of the sequence, which somebody cuts before and gathers behind it."""
-    num_operators: int = 0
+    num_operators: float = 0.0
+    """Operators that the host issues; a cast is a part of one [count]."""
     num_collectives: int = 0
 
     def passes_s(self, machine: Machine, recompute: str) -> tuple[float, float, float]:
@@ -90,7 +105,7 @@ class LayerTimes:
         if recompute in ("all_but_products", "every_other_product"):
             products = self.product_bytes / (2 if recompute == "every_other_product" else 1)
             return min(self.input_bytes + products, self.saved_bytes)
-        return self.saved_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
+        return self.saved_bytes + self.cast_bytes - (self.saved_core_bytes if recompute == "selective" else 0.0)
 
 
 def layer_times(
@@ -106,11 +121,12 @@ def layer_times(
         is_last: Whether its results go to the loss, which takes them in parts.
     """
     times = LayerTimes()
-    scale = setup.micro_batch_size / setup.cp * setup.element_bytes / model_bytes
+    scale = _scale(setup, model_bytes)
     rows_cut = setup.tp if setup.sequence_parallel else 1
     times.input_bytes = layer.output_bytes * scale / rows_cut
     divided = setup.tp if any(operator.split == "columns" for operator in layer.operators) else 1
-    times.loss_bytes = _LOSS_BYTES * layer.output_bytes / model_bytes * setup.micro_batch_size / setup.cp / divided
+    outputs = layer.output_elements or layer.output_bytes / model_bytes
+    times.loss_bytes = _LOSS_BYTES * outputs * setup.micro_batch_size / setup.cp / divided
     if not layer.operators:
         _add_sums(times, layer, setup, machine, scale)
         return times
@@ -125,28 +141,50 @@ def layer_times(
             _add_attention(times, operator, setup, machine, cut)
         else:
             _add_product(times, operator, setup, machine, cut)
-        times.num_params += operator.num_params / (1 if operator.split in ("whole", "rows", "inside") else setup.tp)
+        parts = 1 if operator.split in ("whole", "rows", "inside") else setup.tp
+        times.num_params += operator.num_params / parts
+        _add_weight_casts(times, operator, setup, machine, parts)
         times.saved_bytes += operator.saved_bytes * scale / cut
         times.saved_core_bytes += operator.saved_bytes * scale / cut if operator.is_core else 0.0
-        times.num_operators += 1
+        times.num_operators += _issued_operators(operator)
         if times.runs_on_slices:
-            bias = max(0, operator.num_params - operator.inner * operator.columns) if operator.kind == "matmul" else 0
-            times.partial_params += {"rows": operator.num_params, "inner": bias}.get(operator.split, 0)
+            times.partial_params += _partial_params(operator)
         if operator.kind != "elementwise":
-            width = operator.inner if operator.kind == "attention" else operator.columns
-            results = operator.rows * width * operator.count * model_bytes * scale
-            times.product_bytes += results / (rows_cut if operator.split == "inner" else cut)
+            parts = rows_cut if operator.split == "inner" else cut
+            times.product_bytes += _result_bytes(operator, setup, model_bytes) * scale / parts
         if setup.tp > 1:
             if operator.split == "columns":
                 column = column or operator
             elif operator.split == "inner":
-                _add_exchange(times, operator.rows * operator.count * operator.columns, setup, machine, forward=True)
+                _add_exchange(times, operator, setup, machine, forward=True)
                 if column is not None:
-                    _add_exchange(times, column.input_elements, setup, machine, forward=False)
+                    _add_exchange(times, column, setup, machine, forward=False)
                 column = None
     if column is not None:  # nothing sums its results, but the gradient of its input
         _add_ending(times, column, setup, machine, is_last=is_last)
     return times
+
+
+def _partial_params(operator: OperatorSpec) -> int:
+    """Return the elements whose gradients see a slice of the sequence: those of norms, and biases of row products."""
+    bias = max(0, operator.num_params - operator.inner * operator.columns) if operator.kind == "matmul" else 0
+    return {"rows": operator.num_params, "inner": bias}.get(operator.split, 0)
+
+
+def _issued_operators(operator: OperatorSpec) -> float:
+    """Return for how many operators of mean size the host works."""
+    return (_CAST_HOST if operator.function == _CAST else 1) + _CAST_HOST * operator.num_casts
+
+
+def _scale(setup: Setup, model_bytes: float) -> float:
+    """Return what bytes of one sample grow by: the samples, and the size of an element where all have one."""
+    samples = setup.micro_batch_size / setup.cp
+    return samples if setup.own_dtypes else samples * setup.element_bytes / model_bytes
+
+
+def _result_bytes(operator: OperatorSpec, setup: Setup, model_bytes: float) -> float:
+    elements = operator.rows * operator.count * (operator.inner if operator.kind == "attention" else operator.columns)
+    return elements * (_numerics(operator, setup)[1] if setup.own_dtypes else model_bytes)
 
 
 def _add_sums(times: LayerTimes, layer: LayerSpec, setup: Setup, machine: Machine, scale: float) -> None:
@@ -166,13 +204,14 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
     forward = machine.traffic_s(traffic) * ratio
     times.forward_s += forward
     times.elementwise_s += forward
-    times.backward_s += machine.traffic_s(ELEMENTWISE_BACKWARD * traffic) * ratio_backward
+    backward = 1.0 if operator.function == _CAST else ELEMENTWISE_BACKWARD
+    times.backward_s += machine.traffic_s(backward * traffic) * ratio_backward
     times.core_s += forward if operator.is_core else 0.0
 
 
 def _add_attention(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, cut: int) -> None:
     efficiency = machine.efficiency
-    peak = machine.peak("bf16" if setup.dtype in _LOW_PRECISION else setup.dtype)
+    peak = machine.peak(_plain(_numerics(operator, setup)[0]))
     peak *= efficiency.native_attention if setup.native_attention else setup.attention_speed
     flops = operator.forward_flops * setup.micro_batch_size / setup.cp / cut
     scores = flops / (4.0 * operator.inner)
@@ -214,7 +253,8 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
     else:
         count *= samples / (cut if operator.split == "inside" else 1)
     aligned = has_weight or (inner % 8 == 0 and columns % 8 == 0)
-    dtype = setup.dtype if has_weight and operator.name != "head" else _plain(setup.dtype)
+    dtype, element_bytes = _numerics(operator, setup)
+    dtype = dtype if has_weight and operator.name != "head" else _plain(dtype)
     height = max(1, round(rows))
 
     # A recurrent layer's steps are run by a kernel of its own, where the probe has measured one.
@@ -226,7 +266,7 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
         return
 
     def seconds(rows: int, inner: int, columns: int) -> float:
-        return machine.product_s((rows, inner, columns), count, dtype, setup.element_bytes, aligned=aligned)
+        return machine.product_s((rows, inner, columns), count, dtype, element_bytes, aligned=aligned)
 
     forward = seconds(height, inner, columns)
     times.forward_s += forward
@@ -241,12 +281,33 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
         times.backward_s += cast
 
 
+def _numerics(operator: OperatorSpec, setup: Setup) -> tuple[str, float]:
+    """Return in what an operator computes, and the size of an element of its result [bytes]."""
+    if setup.own_dtypes and operator.dtype:
+        return operator.dtype, _BYTES[operator.dtype]
+    return setup.dtype, setup.element_bytes
+
+
+def _add_weight_casts(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, parts: int) -> None:
+    """Add copies of weights that autocast makes once in each forward, and their gradients' way back; each is a kernel."""
+    if not operator.num_casts:
+        return
+    moved = _WEIGHT_CAST_BYTES * operator.cast_params / parts
+    seconds = machine.traffic_s(moved) + (operator.num_casts - 1) * machine.efficiency.kernel_s
+    times.forward_s += seconds
+    times.elementwise_s += seconds
+    times.backward_s += seconds if setup.trains_weights else 0.0
+    times.cast_bytes += operator.cast_saved_bytes / parts
+
+
 def _plain(dtype: str) -> str:
     return "bf16" if dtype in _LOW_PRECISION else dtype
 
 
-def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Machine, *, forward: bool) -> None:
-    num_bytes = elements * setup.micro_batch_size / setup.cp * setup.element_bytes
+def _add_exchange(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, *, forward: bool) -> None:
+    """Add the sum over tp of an operator's results, or of the gradients of its input."""
+    elements = operator.rows * operator.count * operator.columns if forward else operator.input_elements
+    num_bytes = elements * setup.micro_batch_size / setup.cp * _numerics(operator, setup)[1]
     spread = -(-setup.tp // machine.cluster.devices_per_host)
     # Gather and scatter have the sum of an all-reduce's bytes.
     kinds = ("all_gather", "reduce_scatter") if setup.sequence_parallel else ("all_reduce",)
@@ -263,13 +324,13 @@ def _add_exchange(times: LayerTimes, elements: float, setup: Setup, machine: Mac
 
 def _add_ending(times: LayerTimes, column: OperatorSpec, setup: Setup, machine: Machine, *, is_last: bool) -> None:
     """Add what follows columns that no row product sums: their results are gathered, or the loss sums its parts of them."""
-    _add_exchange(times, column.input_elements, setup, machine, forward=False)
+    _add_exchange(times, column, setup, machine, forward=False)
     rows = column.rows * column.count * setup.micro_batch_size / setup.cp
     others = (setup.tp - 1) / setup.tp
     if is_last:
         times.sent_bytes += 2 * others * _LOSS_PARTS * _SUM_BYTES * rows
         return
-    num_bytes = rows * column.columns * setup.element_bytes
+    num_bytes = rows * column.columns * _numerics(column, setup)[1]
     spread = -(-setup.tp // machine.cluster.devices_per_host)
     times.forward_comm_s += machine.collective_s("all_gather", num_bytes, setup.tp, spread)
     times.num_collectives += 1

@@ -19,6 +19,11 @@ _SENT_BYTES: Final = {"bf16": 2.0, "int8": 260 / 256, "int4": 68 / 128}
 [bytes]."""
 
 
+_CAST_ACCUMULATED_BYTES: Final = 12.0
+"""Traffic of a gradient element that is added to those before, where autocast has cast it to fp32: 4 and 4 read, 4 written
+[bytes]."""
+
+
 def run_again(recompute: str) -> str:
     """Return what a plan's recompute runs again; `apply/recompute` keeps results of products and attention under "selective"."""
     return "all_but_products" if recompute == "selective" else recompute
@@ -76,6 +81,8 @@ class Setup:
     """What products are computed in: fp32, tf32, bf16, fp16, fp8, mxfp8 or nvfp4."""
     element_bytes: float = 4.0
     """Of an activation [bytes]."""
+    own_dtypes: bool = False
+    """Whether each operator computes in the dtype that it was seen in, as far as that is known."""
     states: StateBytes = StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)
     sent_gradient_bytes: float = 4.0
     """Of one gradient element as it is reduced [bytes]."""
@@ -125,6 +132,13 @@ class Setup:
         sent = own_bytes if plan.compress == "none" else _sent_gradient_bytes(plan.compress)
         has_copies = plan.zero > 0 and plan.shard_degree < plan.dp
         is_bf16 = plan.precision == "bf16"  # what is applied is the plan
+        is_cast = model.autocast != "none"
+        if is_cast and not is_bf16:
+            raise ConfigError(
+                f"'{model.name}' was described under autocast to bfloat16, and the plan has precision={plan.precision} (rule: "
+                "numbers of autocast are for plans in bf16)",
+                fix='precision=bf16, or describe the model with autocast="none"',
+            )
         size = 2.0 if is_bf16 else own_bytes
         share = -(-train.global_batch_size // plan.dp)
         micro_batches = max(plan.micro_batches, -(-share // (plan.micro_batch_size or share)))
@@ -144,6 +158,8 @@ class Setup:
             recompute=run_again(plan.recompute),
             dtype="bf16" if is_bf16 or own_bytes == 2.0 else "fp32",
             element_bytes=size,
+            own_dtypes=is_cast or not is_bf16,
+            accumulated_bytes=_CAST_ACCUMULATED_BYTES if is_cast else 10.0,
             states=StateBytes(
                 parameter=own_bytes,
                 gradient=own_bytes,

@@ -331,7 +331,7 @@ class StepCosts:
         """Return what the ranks hold, without those that another one exceeds in everything."""
         kept = placed.on_ranks(self._sums([times.kept_bytes(setup.recompute) for times in kinds]))
         largest = placed.most([kinds[kind].num_params for kind in self._kind])
-        again = placed.most([kinds[kind].saved_bytes for kind in self._kind])
+        again = placed.most([kinds[kind].saved_bytes + kinds[kind].cast_bytes for kind in self._kind])
         outputs = kinds[self._kind[-1]].loss_bytes
         if setup.blocks_on_messages and setup.pp > 1:
             kept = [one + self._width(kinds) for one in kept]
@@ -351,8 +351,8 @@ class StepCosts:
 
 
 _SEEN: Final = (
-    "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "overlaps_tp", "is_eager", "trains_weights",
-    "native_attention", "attention_speed",
+    "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "own_dtypes", "overlaps_tp", "is_eager",
+    "trains_weights", "native_attention", "attention_speed",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 
@@ -372,7 +372,13 @@ def _kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:
     kinds: list[LayerSpec] = []
     of_layers: list[int] = []
     for layer in model.layers:
-        sums = (layer.num_params, layer.forward_flops, layer.output_bytes, layer.activation_bytes)
+        sums = (
+            layer.num_params,
+            layer.forward_flops,
+            layer.output_bytes,
+            layer.output_elements,
+            layer.activation_bytes,
+        )
         kind = known.setdefault((*sums, layer.operators), len(kinds))
         if kind == len(kinds):
             kinds.append(layer)

@@ -24,6 +24,7 @@ def reasons_for(
         limit_bytes: What a device's memory may hold [bytes].
     """
     found = [_time(candidate), _memory(candidate, limit_bytes), *_strategies(candidate, task), *_mixed(task)]
+    found += _halved(task)
     if candidate is not best:
         slower = candidate.cost.step_s / best.cost.step_s - 1
         found.append(f"{slower:.1%} slower than '{plan_of(best, task.train)}'")
@@ -42,6 +43,17 @@ def _mixed(task: Task) -> list[str]:
     return [
         f"all {cluster.num_devices} devices are taken for the slowest kind of {', '.join(cluster.made_of)}, with the least "
         f"memory ({format_bytes(cluster.device.memory_bytes)}): ranks of a step wait for the slowest"
+    ]
+
+
+def _halved(task: Task) -> list[str]:
+    """Say that a module's numbers in bf16 are guessed: sizes alone have no dtypes, and no casts to leave out."""
+    is_seen = any(operator.dtype == "fp32" for layer in task.model.layers for operator in layer.operators)
+    if task.train.precision != "bf16" or task.model.autocast != "none" or not is_seen:
+        return []
+    return [
+        "described without autocast: bf16 is taken for half of fp32's bytes, and casts are not counted; "
+        'describe_model(..., autocast="cuda") counts them'
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from meshwright.host import resident_bytes
 from meshwright.ranks.launch import launch
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import Autocast, ModelSpec
 from meshwright.spec.train import TrainSpec
 from meshwright.train.config.types import TrainConfig
 
@@ -29,24 +29,33 @@ class Described:
     """Memory of the data and of what the user's code imports, which every process has [bytes]."""
 
 
-def describe_config(config: TrainConfig) -> Described:
+def describe_config(config: TrainConfig, autocast: Autocast) -> Described:
     """Return a configuration's model and the numbers of its training, found by a rank of this host.
+
+    Args:
+        config: The configuration.
+        autocast: As `describe_model` takes it.
 
     Raises:
         ConfigError: The model or the data cannot be described.
         Exception: Whatever the user's code raises.
     """
-    found = launch(describe_on_rank, 1, config.model_dump_json())[0]
+    found = launch(describe_on_rank, 1, config.model_dump_json(), autocast)[0]
     state_bytes = min(_KINDS, key=lambda size: abs(size - found["optimizer_bytes"]))
     train = TrainSpec(
         global_batch_size=config.train.global_batch_size,
         optimizer=_KINDS[state_bytes],
-        precision=config.train.precision or config.plan.precision,
+        precision=precision_of(config),
     )
     return Described(ModelSpec.from_json(found["spec"]), train, found["loaded_bytes"])
 
 
-def describe_on_rank(config_json: str) -> dict[str, Any]:
+def precision_of(config: TrainConfig) -> Literal["fp32", "bf16"]:
+    """Return what a configuration trains in, where a plan does not say otherwise."""
+    return config.train.precision or config.plan.precision
+
+
+def describe_on_rank(config_json: str, autocast: Autocast) -> dict[str, Any]:
     """Describe the model on this rank; return its JSON, what the optimizer keeps for a parameter, and what was loaded [bytes]."""
     from meshwright.describe.describing import describe_model
     from meshwright.train.config.imports import add_to_path
@@ -59,7 +68,8 @@ def describe_on_rank(config_json: str) -> dict[str, Any]:
     before = resident_bytes()
     batch = example_batch(config, min(_SAMPLES, config.train.global_batch_size))
     # A start's weights may lie in files; shapes do not depend on them.
-    spec = describe_model(make_build_model(config, starts=False), batch, loss_fn=make_loss(config))
+    build = make_build_model(config, starts=False)
+    spec = describe_model(build, batch, loss_fn=make_loss(config), autocast=autocast)
     return {
         "spec": spec.to_json(),
         "optimizer_bytes": _optimizer_bytes(config),

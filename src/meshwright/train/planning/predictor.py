@@ -12,12 +12,13 @@ from meshwright.hardware.cluster import LinkSpec
 from meshwright.host import usable_cores
 from meshwright.measure.probe_cores import disturbed_text, is_disturbed
 from meshwright.plan.search.ranking import make_plans, predict_plan
+from meshwright.spec.model import Autocast
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import Prediction
 from meshwright.spec.supported import refuse_unbuilt
 from meshwright.train.config.checks import check_config, visible_devices
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.planning.config_model import Described, describe_config
+from meshwright.train.planning.config_model import Described, describe_config, precision_of
 from meshwright.train.planning.stage_messages import can_be_foreseen, foresee_stage_messages
 from meshwright.train.planning.this_machine import is_outdated, is_switched_off, this_machine
 
@@ -39,7 +40,7 @@ class Foreseen:
 
 
 class Predictor:
-    """What plans of one configuration should cost on this machine: the model is described once.
+    """What plans of one configuration should cost on this machine: the model is described once for each precision.
 
     Args:
         config: The configuration; its own plan does not matter.
@@ -53,7 +54,7 @@ class Predictor:
         self._config = config
         self._measure = measure
         self._tell = tell
-        self._described: Described | None = None
+        self._described: dict[Autocast, Described] = {}
         self._why_not = ""
         self._told_disturbed = False
 
@@ -71,7 +72,7 @@ class Predictor:
                 return Foreseen(
                     None, "" if is_switched_off() else "this machine is not measured; `meshwright probe` does it"
                 )
-            known = self._description()
+            known = self._description(cluster.autocast(plan.precision))
             cluster = _with_devices(_loaded(cluster, known), plan.num_devices)
             # A step of a plan in bf16 is one whatever the configuration's key says.
             train = dataclasses.replace(known.train, precision=plan.precision)
@@ -94,10 +95,10 @@ class Predictor:
             ConfigError: The model cannot be described, or no plan that fits can be applied.
             Exception: Whatever the user's code raises.
         """
-        known = self._description()
         cluster = self._cluster(num_devices, max(1, usable_cores() // num_devices))
         if cluster is None:
             raise ConfigError("this machine is not measured", fix="meshwright probe")
+        known = self._description(cluster.autocast(precision_of(self._config)))
         refusals: list[str] = []
         wanted = wanted or {}
         for plan in make_plans(
@@ -121,7 +122,6 @@ class Predictor:
             ConfigError: The model cannot be described, or the machine may not be measured.
             Exception: Whatever the user's code raises.
         """
-        known = self._description()
         if cluster is None:
             cluster = self._cluster(num_devices, max(1, usable_cores() // num_devices))
         if cluster is None:
@@ -131,6 +131,7 @@ class Predictor:
                 f"{num_devices} devices of '{cluster.name}' (rule: at most the {cluster.num_devices} that it has)",
                 fix=f"devices={cluster.num_devices}",
             )
+        known = self._description(cluster.autocast(precision_of(self._config)))
         return known, _loaded(_part_of(cluster, num_devices), known)
 
     def _with_messages(self, prediction: Prediction, plan: Plan, known: Described) -> Prediction:
@@ -143,16 +144,16 @@ class Predictor:
             return prediction
         return dataclasses.replace(prediction, sent_bytes={**prediction.sent_bytes, "pp": round(sent)})
 
-    def _description(self) -> Described:
+    def _description(self, autocast: Autocast) -> Described:
         if self._why_not:
             raise ConfigError(self._why_not)
-        if self._described is None:
+        if autocast not in self._described:
             try:
-                self._described = describe_config(self._config)
+                self._described[autocast] = describe_config(self._config, autocast)
             except ConfigError as error:
                 self._why_not = error.message
                 raise
-        return self._described
+        return self._described[autocast]
 
     def _cluster(self, num_ranks: int, threads: int) -> ClusterSpec | None:
         cluster = this_machine(num_ranks, threads, measure=False)
