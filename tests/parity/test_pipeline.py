@@ -110,7 +110,7 @@ def _is_sound(name: str, plan: str, setting: Setting) -> bool:
     if name == "style_bottleneck":
         return setting.micro_batches == 1
     if not FULL_GRID and "tp=2" in plan and name.startswith(("hf_", "gpt")) and setting.micro_batches > 3:
-        return False  # on each stage a proof for each size of micro-batch: ten seconds and more for models with attention
+        return False  # a proof for each size of micro-batch on each stage: ten seconds and more with attention
     # It writes over what a layer gave, which selective recompute keeps, and a backward in halves reads again.
     return not (name == "in_place" and "zb" in plan and "selective" in setting.plan_words)
 
