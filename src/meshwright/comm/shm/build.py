@@ -219,7 +219,8 @@ def _compile(torch_folder: Path, target: Path) -> None:
     includes = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", include)
     version = (torch_folder / "version.py").read_text().split("__version__ = ")[-1].split()[0].strip("'")
     _LOG.warning(
-        "compiling the shared-memory transport for torch %s; this is done once and takes a minute or less", version
+        "compiling the shared-memory transport for torch %s; this is done once and takes a minute or two on free cores",
+        version,
     )
     for left in target.parent.glob("build-*"):
         shutil.rmtree(left, ignore_errors=True)  # from a killed build: the builder holds the lock
