@@ -12,8 +12,19 @@ from torch import Tensor, nn
 import meshwright as mw
 
 
+class Scale(nn.Module):
+    """One entry, of which one rank alone has a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def build() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1), Scale()).double()
 
 
 def write_all(module: nn.Module) -> None:
@@ -27,6 +38,10 @@ def write_one(module: nn.Module) -> None:
 
 def write_entry(module: nn.Module) -> None:
     module[0].weight[0, 0] = 3.0
+
+
+def write_scale(module: nn.Module) -> None:
+    module[3].scale.fill_(2.0)
 
 
 def written(plan: str, write: Any, whole: bool, after: int) -> dict[str, Tensor]:

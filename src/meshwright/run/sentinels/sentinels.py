@@ -269,6 +269,10 @@ class Sentinels:
         """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""
         self._watch.forget()
 
+    def take_whole_writes(self) -> None:
+        """Take what was written inside `whole_parameters`; called where every rank leaves it."""
+        self._watch.take_whole_writes()
+
     @property
     def _roundings(self) -> float:
         """Relative change of a loss by a few roundings, in the coarsest dtype of the parameters."""

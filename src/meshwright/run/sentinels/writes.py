@@ -105,6 +105,21 @@ class StateWatch:
             self._turn = (self._turn + 1) % len(self._windows)
             self._seen = self._look()
 
+    def take_whole_writes(self) -> None:
+        """Take what was written while parameters were whole: the engine gave it to the pieces of all ranks.
+
+        A rank without a piece of what was written has nothing that torch could count a write to. The parameters themselves are
+        compared as ever.
+        """
+        if self._versions is None or _PIECES not in self._names:
+            return
+        rows = zip(self._names, self._tensors, self._versions, strict=True)
+        self._versions = [tensor._version if name == _PIECES else version for name, tensor, version in rows]
+        if self._seen is not None:
+            self._seen = self._look()
+        if self._imprint is not None:
+            self._imprint = Imprint(list(self._kept_alone()))
+
     def _look(self) -> torch.Tensor:
         return torch.cat([part for _, part in self._windows[self._turn]])
 
