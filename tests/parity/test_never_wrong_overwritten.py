@@ -31,6 +31,13 @@ def test_parameters_that_are_sharded_are_not_written_over(write: Any, after: int
         equal(found, jobs.plainly_written(write, after))
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=0"])
+def test_sentinels_take_what_was_written_while_parameters_were_whole(plan: str) -> None:
+    expected = testing.run_ranks(jobs.written_before_sentinels, 1, "single")[0]
+    for found in testing.run_ranks(jobs.written_before_sentinels, 2, plan):
+        equal(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["norm", "data", "teacher"])
 def test_a_forward_does_not_write_into_parameters_that_are_gathered(kind: str) -> None:
     for outcome in testing.run_outcomes(jobs.written_in_forward, 2, "dp=2,zero=3,whole_below=0", kind):

@@ -319,7 +319,8 @@ class ParallelModel:
             contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
         ):
             yield
-        self.stepper.sentinels.take_whole_writes()
+        with self.engine.switch.plain():
+            self.stepper.sentinels.take_whole_writes()
 
     def held_bytes(self) -> dict[str, int]:
         """Return the memory that this rank holds for "parameters", "gradients" and "optimizer" state, as it is now [bytes].

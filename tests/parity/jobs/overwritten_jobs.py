@@ -58,6 +58,18 @@ def written(plan: str, write: Any, whole: bool, after: int) -> dict[str, Tensor]
         return model.full_state_dict()
 
 
+def written_before_sentinels(plan: str) -> dict[str, Tensor]:
+    """Return values after three steps of AdamW with a sentinel in each; before each all parameters are halved."""
+    with mw.apply_plan(build, plan, loss_fn=square, optimizer=torch.optim.AdamW, sentinel_every=1) as model:
+        for batch in batches():
+            with model.whole_parameters(), torch.no_grad():
+                for parameter in model.module.parameters():
+                    parameter.mul_(0.5)
+            model.full_state_dict()
+            model.step(mw.split_batch(batch, model))
+        return model.full_state_dict()
+
+
 class Writing(nn.Sequential):
     """Writes into its own parameters in each forward: a weight of norm 1, or a teacher that follows."""
 
