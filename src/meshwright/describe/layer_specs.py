@@ -197,7 +197,7 @@ class LayerAssembly:
                     num_params=0 if made else num_params,
                     split=split,
                     is_core=is_core,
-                    dtype=step.dtype,  # type: ignore[arg-type]
+                    dtype=step.dtype,
                 )
             )
         if step.products:
@@ -220,7 +220,7 @@ class LayerAssembly:
                 num_params=num_params,
                 split=split,
                 is_core=is_core,
-                dtype=step.dtype,  # type: ignore[arg-type]
+                dtype=step.dtype,
             )
         ]
 

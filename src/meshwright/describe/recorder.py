@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright._torch_private import storage_id
 from meshwright.describe.fakes import Constants
 from meshwright.describe.product_sizes import EMBEDDINGS, LOOKUPS, SAVES_RESULT, Sizes, products_of
+from meshwright.spec.operator import CAST, Dtype
 from meshwright.trees import arguments_in, tensors_in
 
 __all__: list[str] = []
@@ -26,9 +27,7 @@ _READS_VALUES: Final = (
 )
 """Operators whose result is a number, or whose shape depends on values."""
 
-_DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-_TO_COPY: Final = "_to_copy"
+_DTYPES: Final[dict[torch.dtype, Dtype]] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class Step:
     reads: frozenset[int]
     """Memories that it reads."""
     writes: frozenset[int]
-    dtype: str
+    dtype: Dtype
     """Of its first result, as `OperatorSpec` names it."""
     casts: list[int]
     """Elements of each weight that was cast for it."""
@@ -309,7 +308,7 @@ class ForwardRecorder(Constants):
 
 
 def _is_cast(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    is_copy = func.__name__.partition(".")[0] == _TO_COPY
+    is_copy = func.__name__.partition(".")[0] == CAST
     return is_copy and inputs[0].is_floating_point() and inputs[0].dtype != outputs[0].dtype
 
 

@@ -311,15 +311,13 @@ class ParallelModel:
         `full_gradients`.
         """
         let_go(self)
-        with (
-            self.told("whole"),
-            self.engine.switch.plain(),
-            self.engine.whole_parameters(),
-            self.engine.switch.whole(),
-            contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
-        ):
-            yield
-        with self.engine.switch.plain():
+        with self.told("whole"), self.engine.switch.plain():
+            with (
+                self.engine.whole_parameters(),
+                self.engine.switch.whole(),
+                contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
+            ):
+                yield
             self.stepper.sentinels.take_whole_writes()
 
     def held_bytes(self) -> dict[str, int]:

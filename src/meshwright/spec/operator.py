@@ -11,6 +11,10 @@ __all__: list[str] = []
 
 OperatorKind = Literal["matmul", "batched_matmul", "attention", "elementwise"]
 Split = Literal["whole", "columns", "inner", "inside", "rows"]
+Dtype = Literal["", "fp32", "bf16", "fp16"]
+
+CAST: Final = "_to_copy"
+"""The `function` of a cast: its name in ATen."""
 
 _NOT_NEGATIVE: Final = (
     "rows", "inner", "columns", "count", "input_size", "traffic_bytes", "saved_bytes", "num_params", "num_casts",
@@ -69,7 +73,7 @@ class OperatorSpec(Value):
     num_params: int = 0
     split: Split = "whole"
     is_core: bool = False
-    dtype: Literal["", "fp32", "bf16", "fp16"] = ""
+    dtype: Dtype = ""
     num_casts: int = 0
     cast_params: int = 0
     cast_saved_bytes: int = 0

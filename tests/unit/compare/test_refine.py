@@ -14,22 +14,19 @@ from meshwright.compare.refine import Scalars, learn, plan_config, scalars_of, s
 from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec
-from meshwright.hardware.efficiency import Efficiency
 from meshwright.plan.search.ranking import predict_plan
 from meshwright.train.planning import predictor
 from meshwright.train.planning.config_model import Described
+from unit.plan.ideal import ideal_with
 
 CLASSIC = Path(__file__).parents[3] / "examples" / "mlp_classic.toml"
 MODEL = mw.ModelSpec.transformer(layers=4, hidden=256, heads=4, vocab=256, sequence=64)
 TRAIN = mw.TrainSpec(global_batch_size=8)
 LINES = ("dp=2", "dp=2,zero=1", "pp=2,micro_batches=2")
 
-EFFICIENCY = Efficiency(
-    num_units=1, matmul={"fp32": 1.0, "bf16": 1.0}, memory=1.0, attention_forward=0.5, attention_backward=0.4,
-    inner_overhead=0.0, elementwise_passes=1.0, kernel_s=0.0, operator_s=6e-6, collective_host_s=2e-5, link=1.0, network=1.0,
-    rails=1.0, link_latency_s=2e-5, network_latency_s=0.0, hop_s=0.0, tp_overlap=0.0, interference=0.0, overlap=0.0,
-    optimizer_bytes=28.0, step_s=2e-5, tensor_s=1e-5, score_forward_s=1e-9, score_backward_s=2e-9, issues_ahead=False,
-    runtime={"step": (4e-4, 1e-6), "stage": (3e-4, 1e-5)},
+EFFICIENCY = ideal_with(
+    operator_s=6e-6, collective_host_s=2e-5, link_latency_s=2e-5, step_s=2e-5, tensor_s=1e-5, score_forward_s=1e-9,
+    score_backward_s=2e-9, runtime={"step": (4e-4, 1e-6), "stage": (3e-4, 1e-5)},
 )  # fmt: skip
 
 

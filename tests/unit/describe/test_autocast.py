@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
@@ -16,9 +15,10 @@ from meshwright.describe import cast_kernels
 from meshwright.describe.describing import describe_model
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec, load_cluster
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.spec.model import Autocast
 from unit.describe.measured import kept_by_layers, kept_bytes
 from unit.describe.modules import Mlp, Tied, convnet, floats_of, ids_of
+from unit.plan.ideal import ideal_with
 
 
 def gpt(dropout: float = 0.0) -> nn.Module:
@@ -128,8 +128,8 @@ class Mixed(nn.Module):
         ("none", {"native_layer_norm": "fp32", "_softmax": "fp32", "exp": "fp32", "sum": "fp32"}),
     ],
 )
-def test_norms_and_softmax_are_cast_on_cuda_devices(kind: str, dtypes: dict[str, str]) -> None:
-    spec = describe_model(Mixed, floats_of(2, 3, 8), autocast=kind)  # type: ignore[arg-type]
+def test_norms_and_softmax_are_cast_on_cuda_devices(kind: Autocast, dtypes: dict[str, str]) -> None:
+    spec = describe_model(Mixed, floats_of(2, 3, 8), autocast=kind)
     found = {op.function: op.dtype for layer in spec.layers for op in layer.operators if op.function in dtypes}
     assert found == dtypes
     assert {op.dtype for layer in spec.layers for op in layer.operators if op.kind == "matmul"} == {
@@ -180,22 +180,14 @@ def test_operators_are_asked_for_float32_once() -> None:
 
 
 def host(**changes: object) -> ClusterSpec:
-    efficiency = Efficiency(
-        num_units=1, matmul={"fp32": 1.0, "bf16": 1.0}, memory=1.0, attention_forward=0.5, attention_backward=0.4,
-        inner_overhead=0.0, elementwise_passes=1.0, kernel_s=0.0, operator_s=0.0, collective_host_s=0.0, link=1.0, network=1.0,
-        rails=1.0, link_latency_s=0.0, network_latency_s=0.0, hop_s=0.0, tp_overlap=0.0, interference=0.0, overlap=0.0,
-        optimizer_bytes=28.0, step_s=0.0, issues_ahead=False,
-    )  # fmt: skip
     device = mw.DeviceSpec(
         name="cpu", peak_flops_per_s={"fp32": 1e15, "bf16": 1e15}, memory_bytes_per_s=1e9, memory_bytes=8 * 2**30
     )
-    return ClusterSpec(
-        name="host", device=device, devices_per_host=1, efficiency=dataclasses.replace(efficiency, **changes)
-    )  # type: ignore[arg-type]
+    return ClusterSpec(name="host", device=device, devices_per_host=1, efficiency=ideal_with(**changes))
 
 
-def predicted(kind: str, line: str = "single,precision=bf16", **changes: object) -> mw.Prediction:
-    spec = describe_model(Mlp, floats_of(2, 5, 8), autocast=kind)  # type: ignore[arg-type]
+def predicted(kind: Autocast, line: str = "single,precision=bf16", **changes: object) -> mw.Prediction:
+    spec = describe_model(Mlp, floats_of(2, 5, 8), autocast=kind)
     plan = mw.Plan.parse(line)
     train = mw.TrainSpec(global_batch_size=4, precision=plan.precision)
     return mw.predict_plan(spec, host(**changes), train, plan)

@@ -15,7 +15,6 @@ from torch import nn
 import meshwright as mw
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.hardware import ClusterSpec
-from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.exchanges import EXCHANGES, exchange_s
 from meshwright.measure.probe_functions import FUNCTIONS
 from meshwright.plan.costs.machine import Machine
@@ -23,15 +22,10 @@ from meshwright.plan.costs.setup import Setup
 from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.schedule.balance import balance_layers, work_of
 from meshwright.spec import Prediction
+from unit.plan.ideal import IDEAL, ideal_with
 
 MODEL = mw.ModelSpec.transformer(layers=6, hidden=64, heads=4, vocab=128, sequence=32)
 TRAIN = mw.TrainSpec(global_batch_size=8)
-EFFICIENCY = Efficiency(
-    num_units=1, matmul={"fp32": 1.0, "bf16": 1.0}, memory=1.0, attention_forward=0.5, attention_backward=0.4,
-    inner_overhead=0.0, elementwise_passes=1.0, kernel_s=0.0, operator_s=0.0, collective_host_s=0.0, link=1.0, network=1.0,
-    rails=1.0, link_latency_s=0.0, network_latency_s=0.0, hop_s=0.0, tp_overlap=0.0, interference=0.0, overlap=0.0,
-    optimizer_bytes=28.0, step_s=0.0, issues_ahead=False,
-)  # fmt: skip
 
 
 def host(**changes: object) -> ClusterSpec:
@@ -39,8 +33,7 @@ def host(**changes: object) -> ClusterSpec:
         name="cpu", peak_flops_per_s={"fp32": 1e11, "bf16": 2e11}, memory_bytes_per_s=2e10, memory_bytes=8 * 2**30
     )
     link = mw.LinkSpec(name="between-ranks", bytes_per_s=4e9, latency_s=0.0)
-    efficiency = dataclasses.replace(EFFICIENCY, **changes)  # type: ignore[arg-type]
-    return ClusterSpec(name="host", device=device, devices_per_host=4, link=link, efficiency=efficiency)
+    return ClusterSpec(name="host", device=device, devices_per_host=4, link=link, efficiency=ideal_with(**changes))
 
 
 def predicted(line: str, **changes: object) -> Prediction:
@@ -101,7 +94,7 @@ def test_each_stage_follows_the_whole_forward_of_each_micro_batch() -> None:
 @pytest.mark.parametrize("runtime", [{"walk": (1.0, 1.0)}, {"step": (1.0,)}, {"step": (-1.0, 0.0)}])
 def test_what_the_runtime_adds_is_two_times_of_a_known_kind(runtime: dict[str, tuple[float, ...]]) -> None:
     with pytest.raises(ConfigError, match="rule"):
-        dataclasses.replace(EFFICIENCY, runtime=runtime)
+        ideal_with(runtime=runtime)
 
 
 def test_measured_numbers_survive_their_file() -> None:
@@ -142,10 +135,10 @@ def test_noise_makes_no_exchange_faster_than_a_smaller_one_without_end() -> None
 
 def test_measured_exchanges_stand_for_the_link() -> None:
     rows = {"all_reduce": ROWS, "message": ((2.0, 1e6, 5e-4),)}
-    machine = Machine(host(), dataclasses.replace(EFFICIENCY, exchanges=rows))
+    machine = Machine(host(), ideal_with(exchanges=rows))
     assert machine.collective_s("all_reduce", 1e6, 8, 1) == pytest.approx(4e-3)
     assert machine.message_s(1e6, inside=True) == pytest.approx(5e-4)
-    plain = Machine(host(), EFFICIENCY)
+    plain = Machine(host(), IDEAL)
     assert machine.collective_s("all_gather", 1e6, 8, 1) == plain.collective_s("all_gather", 1e6, 8, 1)
 
 
@@ -173,7 +166,7 @@ def test_slower_exchanges_make_every_plan_that_uses_them_slower() -> None:
 )
 def test_rows_of_exchanges_are_of_a_known_kind_positive_and_in_order(exchanges: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="rule"):
-        dataclasses.replace(EFFICIENCY, exchanges=exchanges)  # type: ignore[arg-type]
+        ideal_with(exchanges=exchanges)
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------
@@ -182,8 +175,8 @@ def test_rows_of_exchanges_are_of_a_known_kind_positive_and_in_order(exchanges: 
 def test_products_and_traffic_go_by_their_size() -> None:
     cluster = host()
     cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes_per_s=1e15))
-    machine = Machine(cluster, EFFICIENCY)
-    slow = Machine(cluster, dataclasses.replace(EFFICIENCY, product_curve=((1e4, 0.1), (1e8, 1.0))))
+    machine = Machine(cluster, IDEAL)
+    slow = Machine(cluster, ideal_with(product_curve=((1e4, 0.1), (1e8, 1.0))))
     sizes = [8, 32, 128, 512]
     ratios = [
         slow.product_s((size, size, size), 1.0, "fp32", 4.0, aligned=True)
@@ -193,7 +186,7 @@ def test_products_and_traffic_go_by_their_size() -> None:
     assert all(one >= other - 1e-9 for one, other in itertools.pairwise(ratios))
     assert ratios[0] > 2
     assert ratios[-1] == pytest.approx(1.0)
-    traffic = Machine(cluster, dataclasses.replace(EFFICIENCY, traffic_curve=((1e4, 0.5), (1e8, 1.0))))
+    traffic = Machine(cluster, ideal_with(traffic_curve=((1e4, 0.5), (1e8, 1.0))))
     assert traffic.traffic_s(1e4) == pytest.approx(2 * machine.traffic_s(1e4))
     assert traffic.traffic_s(1e9) == pytest.approx(machine.traffic_s(1e9))
 
@@ -201,7 +194,7 @@ def test_products_and_traffic_go_by_their_size() -> None:
 @pytest.mark.parametrize("curve", [((1e3, 0.5), (1e2, 0.6)), ((1e3,),), ((1e3, -0.5),)])
 def test_a_curve_ascends_and_is_positive(curve: tuple[tuple[float, ...], ...]) -> None:
     with pytest.raises(ConfigError, match="rule"):
-        dataclasses.replace(EFFICIENCY, product_curve=curve)
+        ideal_with(product_curve=curve)
 
 
 def test_scores_of_attention_take_their_time() -> None:

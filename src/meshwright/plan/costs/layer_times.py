@@ -9,7 +9,7 @@ from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
 from meshwright.plan.costs.machine import Machine
 from meshwright.plan.costs.setup import Setup
 from meshwright.spec.layer import LayerSpec
-from meshwright.spec.operator import OperatorSpec
+from meshwright.spec.operator import CAST, OperatorSpec
 
 __all__: list[str] = []
 
@@ -38,9 +38,6 @@ _BYTES: Final = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 _WEIGHT_CAST_BYTES: Final = 6.0
 """Traffic of an element that autocast casts to bfloat16, and of its gradient that is cast back: 4 bytes and 2 [bytes]."""
-
-_CAST: Final = "_to_copy"
-"""Name of a cast in ATen. Its backward is another cast, of as many bytes."""
 
 _CAST_HOST: Final = 0.3
 """Host time of a cast, forward and backward, over that of the mean operator with the views around it [ratio].
@@ -173,7 +170,7 @@ def _partial_params(operator: OperatorSpec) -> int:
 
 def _issued_operators(operator: OperatorSpec) -> float:
     """Return for how many operators of mean size the host works."""
-    return (_CAST_HOST if operator.function == _CAST else 1) + _CAST_HOST * operator.num_casts
+    return (_CAST_HOST if operator.function == CAST else 1) + _CAST_HOST * operator.num_casts
 
 
 def _scale(setup: Setup, model_bytes: float) -> float:
@@ -204,7 +201,7 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
     forward = machine.traffic_s(traffic) * ratio
     times.forward_s += forward
     times.elementwise_s += forward
-    backward = 1.0 if operator.function == _CAST else ELEMENTWISE_BACKWARD
+    backward = 1.0 if operator.function == CAST else ELEMENTWISE_BACKWARD  # another cast, of as many bytes
     times.backward_s += machine.traffic_s(backward * traffic) * ratio_backward
     times.core_s += forward if operator.is_core else 0.0
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,10 @@ def _open_sound(
     shared: Callable[..., list[Any]], rank: int, num_ranks: int, directory: Path, step: int | None
 ) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
     """Return the newest checkpoint that all ranks together find sound, and those that were skipped."""
+    tried: set[Path] = set()
     skipped: list[tuple[Path, str]] = []
-    while (path := _find_next(shared, rank, directory, step, skipped)) is not None:
+    while (path := _find_next(shared, rank, directory, step, tried)) is not None:
+        tried.add(path)
         opened: list[OpenCheckpoint] = []
 
         def look(path: Path = path, opened: list[OpenCheckpoint] = opened) -> list[Any]:
@@ -175,18 +177,42 @@ def _open_sound(
         rows = shared(look, lambda told: told)
         reason = next((told for told, _ in rows if told is not None), None)
         if reason is None:
-            return opened[0], [(path, reason) for path, reason in skipped if reason]
+            return opened[0], skipped
         for snapshot in opened:
             snapshot.close()
         # One that is gone was deleted by a run that goes on saving, and is not damaged.
-        skipped.append((path, reason if all(is_there for _, is_there in rows) else ""))
-    skipped = [(path, reason) for path, reason in skipped if reason]
+        if all(is_there for _, is_there in rows):
+            skipped.append((path, reason))
     reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in skipped)
     wanted = "" if step is None else f" of step {step}"
     raise CheckpointError(
         f"no sound checkpoint{wanted} is in {directory}{reasons}",
         fix="name the directory that holds step-... directories, or train anew",
     )
+
+
+def _find_next(
+    shared: Callable[..., list[Any]], rank: int, directory: Path, step: int | None, tried: Collection[Path]
+) -> Path | None:
+    """Return the newest checkpoint that was not tried; None where there is none.
+
+    The directory is looked at anew each time: a run that goes on saving there may delete what is about to be opened, and has a
+    newer one by then.
+    """
+
+    def find() -> str | None:
+        saved = _candidates(directory, step) if rank == 0 else []
+        return next((str(own.path) for own in saved if own.path not in tried), None)
+
+    found = shared(find, lambda path: path)[0]
+    return None if found is None else Path(found)
+
+
+def _candidates(directory: Path, step: int | None) -> list[Saved]:
+    saved = Store(directory).saved()
+    if not saved:  # perhaps a checkpoint's own directory
+        saved = [own for own in Store(directory.absolute().parent).saved() if own.path.name == directory.name]
+    return [own for own in saved if step is None or own.step == step]
 
 
 def _fill(part: HeldPart, values: Tensor) -> None:
@@ -205,31 +231,6 @@ def _fill(part: HeldPart, values: Tensor) -> None:
             fix="make it a tensor with memory for each entry: .clone()",
         )
     place.copy_(first)
-
-
-def _find_next(
-    shared: Callable[..., list[Any]], rank: int, directory: Path, step: int | None, tried: Sequence[tuple[Path, str]]
-) -> Path | None:
-    """Return the newest checkpoint that was not tried; None where there is none.
-
-    The directory is looked at anew each time: a run that goes on saving there may delete what is about to be opened, and has a
-    newer one by then.
-    """
-    known = {path for path, _ in tried}
-
-    def find() -> str | None:
-        saved = _candidates(directory, step) if rank == 0 else []
-        return next((str(own.path) for own in saved if own.path not in known), None)
-
-    found = shared(find, lambda path: path)[0]
-    return None if found is None else Path(found)
-
-
-def _candidates(directory: Path, step: int | None) -> list[Saved]:
-    saved = Store(directory).saved()
-    if not saved:  # perhaps a checkpoint's own directory
-        saved = [own for own in Store(directory.absolute().parent).saved() if own.path.name == directory.name]
-    return [own for own in saved if step is None or own.step == step]
 
 
 class _Load:
