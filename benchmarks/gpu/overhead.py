@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import cProfile
 import functools
+import gc
 import io
 import json
 import pstats
@@ -131,14 +132,15 @@ def main() -> None:
     parser.add_argument("--cases", default="gpt-4x256:fp32 gpt-12x768:bf16 gpt-24x1024:bf16 gpt-24x2048:bf16")
     arguments = parser.parse_args()
     rows = []
+    about = environment() | {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""}
     for case in arguments.cases.split():
         name, _, precision = case.partition(":")
         row = measure(name, precision, arguments.rounds, arguments.budget_s)
         rows.append(row)
         print(case, row["ms"], row["ratio_to_plain"], row["ratio_to_plain_async"], flush=True)
+        arguments.out.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
+        gc.collect()
         torch.cuda.empty_cache()
-    about = environment() | {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""}
-    arguments.out.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -51,21 +50,16 @@ __all__ = [
     "current_function_mode",
     "default_store",
     "detach_with_version",
-    "draws_intercepted",
-    "draws_untouched",
     "exchanges_by_gloo_alone",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
-    "is_fake_mode_on",
     "is_in_backward",
-    "is_transformed",
     "keep_forever",
     "num_users",
     "offer_monitored_barrier",
     "pytree",
     "recorded_shape",
-    "replace_draws",
     "run_backward",
     "set_worker_info",
     "storage_id",
@@ -334,65 +328,3 @@ def offer_monitored_barrier(backend: str) -> None:
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateImportUsage]
 """The code that calls a module's forward: a frame of it has the module as `self`."""
-
-# A key of the dispatcher that torch sets aside for modes written in C++, above autograd; whatever has no kernel there falls
-# through it without a call. See docs/adr/0025-randomness.md.
-_DRAWS_KEY_NAME = "TESTING_ONLY_GenericMode"
-_DRAWS_KEY: Any = torch._C._parse_dispatch_key(_DRAWS_KEY_NAME)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-_DRAWS_KEYS: Any = torch._C.DispatchKeySet(_DRAWS_KEY)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-_libraries: list[torch.library.Library] = []
-
-
-def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Replace operators inside `draws_intercepted`, for good; `draws_untouched` runs torch's own.
-
-    Args:
-        kernels: The operator's name, with its overload, without "aten::" -> what runs for it.
-    """
-    rest = torch.library.Library("_", "IMPL", _DRAWS_KEY_NAME)
-    rest.fallback(torch.library.fallthrough_kernel)
-    own = torch.library.Library("aten", "IMPL", _DRAWS_KEY_NAME)
-    for name, kernel in kernels.items():
-        own.impl(name, kernel)
-    own.impl("scaled_dot_product_attention", _attention, with_keyset=True)
-    _libraries.extend((rest, own))
-
-
-def _attention(keys: Any, *given: Any, **options: Any) -> Any:
-    """Run attention; with dropout on a GPU in operators of its own, since fused kernels draw by themselves."""
-    operator = torch.ops.aten.scaled_dot_product_attention.default
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    named: dict[str, Any] = dict(zip(names, given, strict=False)) | options
-    if not named.get("dropout_p") or named["query"].device.type == "cpu":
-        return operator.redispatch(keys.remove(_DRAWS_KEY), *given, **options)
-    return torch.ops.aten._scaled_dot_product_attention_math.default(**named)[0]
-
-
-@contextlib.contextmanager
-def draws_intercepted(wanted: bool) -> Generator[None]:
-    """Run the operators of `replace_draws` inside the context, in this thread and in autograd's for it; or torch's own.
-
-    Args:
-        wanted: Whether they are replaced.
-    """
-    before = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-    torch._C._dispatch_tls_set_dispatch_key_included(_DRAWS_KEY, wanted)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_DRAWS_KEY, before)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-
-
-def draws_untouched() -> Any:
-    """Return a context in which torch's own operators draw, whatever is asked for inside."""
-    return torch._C._ExcludeDispatchKeyGuard(_DRAWS_KEYS)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-
-
-def is_transformed() -> bool:
-    """Tell whether a transform of torch.func (vmap, grad) runs the code."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-
-
-def is_fake_mode_on() -> bool:
-    """Tell whether tensors that are made now have no values."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]

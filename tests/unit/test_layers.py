@@ -39,6 +39,7 @@ ORDER = (
     *TORCH_FREE_ORDER,
     *(
         "_torch_private",
+        "_torch_dispatch",
         "trees",
         "comm",
         "ranks",
@@ -67,7 +68,7 @@ MAY_IMPORT["__main__"] = frozenset({"cli"})
 TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli", "cli_checkpoint"}
 
 MAY_PRINT = {"cli.py", "train/progress.py"}
-MAY_USE_PRIVATE_TORCH = {"_torch_private.py"}
+MAY_USE_PRIVATE_TORCH = {"_torch_private.py", "_torch_dispatch.py"}
 MAY_READ_ERRORS = {
     "_torch_texts.py"
 }  # torch raises plain RuntimeErrors of many kinds; our own errors have types and fields

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.recompute.kept import keeping_contexts
+from meshwright.apply.recompute.kept import UnseenWrites, keeping_contexts
 from meshwright.apply.state.attributes import Attributes
 
 
@@ -256,8 +256,24 @@ def test_a_later_write_into_an_input_is_refused(by_model: bool) -> None:
             model.step(batch)
 
 
-def test_a_repetition_that_does_something_else_is_refused() -> None:
-    keeping, giving = keeping_contexts()
+@pytest.mark.parametrize(("way", "is_unseen"), [("add_", False), ("part", False), ("later", False), ("data", True)])
+def test_only_layers_that_write_unseen_run_under_a_mode(way: str, is_unseen: bool) -> None:
+    layer = Overwrites(way).double()
+    writes = UnseenWrites()
+    kinds = []
+    for _ in range(2):
+        keeping, _ = keeping_contexts(writes)
+        kinds.append(type(keeping).__name__)
+        with keeping:
+            layer(torch.randn(2, 3, 6, dtype=torch.float64))
+    assert kinds == ["_Keeping", "_Keeping" if is_unseen else "KeptBy"]
+
+
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_a_repetition_that_does_something_else_is_refused(sees_all: bool) -> None:
+    writes = UnseenWrites()
+    writes.are_known = True
+    keeping, giving = keeping_contexts(writes, sees_all=sees_all)
     left = torch.ones(2, 3)
     with keeping:
         left @ left.t()

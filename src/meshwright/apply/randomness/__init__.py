@@ -5,6 +5,7 @@ native           the same bits from C++, built once where there is a compiler
 distributions    uniform, Bernoulli, normal, exponential numbers, integers
 sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
 sites            calls that draw, the step and forward that they belong to
+recurrences      recurrent layers of a GPU, with dropout between them
 operators        torch operators that draw, replaced while a step runs
 
 To draw another distribution by place, write its operator into `operators`, over what `distributions` gives.

@@ -15,15 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from meshwright._torch_private import (
-    FakeTensor,
-    draws_untouched,
-    is_fake_mode_on,
-    is_transformed,
-    replace_draws,
-)
+from meshwright._torch_dispatch import draws_untouched, is_fake_mode_on, is_transformed, replace_draws
+from meshwright._torch_private import FakeTensor
 from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.philox import ElementPlace
+from meshwright.apply.randomness.recurrences import recurrence
 from meshwright.apply.randomness.sites import place_of_draw, shape_of, tell_own
 
 __all__: list[str] = []
@@ -37,7 +33,6 @@ _OWN: Final = (
     "binomial",
     "_standard_gamma",
     "_sample_dirichlet",
-    "_cudnn_rnn",
     "_efficient_attention_forward",
     "_flash_attention_forward",
     "_scaled_dot_product_flash_attention",
@@ -372,6 +367,7 @@ _KERNELS: Final[dict[str, Kernel]] = {
     "random_.from": _random_from,
     "random_.to": _random_to,
     "native_dropout": _native_dropout,
+    "_cudnn_rnn": functools.partial(recurrence, functools.partial(_as_torch, "_cudnn_rnn")),
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu_in_place,
     "normal.Tensor_float": _normal_of,

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import MODULE_CALL, draws_intercepted, draws_untouched, is_in_backward
+from meshwright._torch_dispatch import draws_intercepted, draws_untouched
+from meshwright._torch_private import MODULE_CALL, is_in_backward
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
 from meshwright.errors import ApplyError

@@ -32,7 +32,7 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.apply.recompute.held_arguments import checkpoint_closed, hold_arguments
 from meshwright.apply.recompute.inputs import Inputs, Writers
-from meshwright.apply.recompute.kept import keeping_contexts
+from meshwright.apply.recompute.kept import UnseenWrites, keeping_contexts
 from meshwright.apply.recompute.repetition import Repetition
 from meshwright.apply.state.attributes import Attributes, Moment
 from meshwright.apply.state.outside import Elsewhere, Outside
@@ -68,12 +68,13 @@ class Recompute:
         layers = [layer for layer in pieces if any(True for _ in layer.children())] or pieces
         self._attributes: weakref.WeakKeyDictionary[nn.Module, Attributes] = weakref.WeakKeyDictionary()
         self._outside: weakref.WeakKeyDictionary[nn.Module, Outside | None] = weakref.WeakKeyDictionary()
+        self._unseen_writes: weakref.WeakKeyDictionary[nn.Module, UnseenWrites] = weakref.WeakKeyDictionary()
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
         self._names = {id(layer): name for name, layer in module.named_modules()}
         for layer in layers:
-            contexts = keeping_contexts if kind == "selective" and not _writes_in_place(layer) else None
+            keeps = kind == "selective" and not _writes_in_place(layer)
             self._changed.append((layer, type(layer)))
-            layer.__class__ = _recomputed(type(layer), self, contexts)
+            layer.__class__ = _recomputed(type(layer), self, keeps=keeps)
 
     def attributes_of(self, layer: nn.Module) -> Attributes:
         """Return the state that a forward may change on a layer, or on a copy of one."""
@@ -88,6 +89,13 @@ class Recompute:
             found = Outside(layer)
             self._outside[layer] = None if found.is_empty and not found.draws else found
         return self._outside[layer]
+
+    def contexts_of(self, layer: nn.Module, *, sees_all: bool) -> Callable[[], Any]:
+        """Return what makes the contexts in which a layer keeps expensive results."""
+        writes = self._unseen_writes.get(layer)
+        if writes is None:
+            writes = self._unseen_writes[layer] = UnseenWrites()
+        return functools.partial(keeping_contexts, writes, sees_all=sees_all)
 
     def begin_inspection(self, number: int) -> None:
         """Start comparing one layer's repeated results with its first ones; layers take turns.
@@ -136,33 +144,33 @@ def _contexts_of_torch() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _recomputed(original: type[nn.Module], owner: Recompute, contexts: Callable[[], Any] | None) -> type[nn.Module]:
+def _recomputed(original: type[nn.Module], owner: Recompute, *, keeps: bool) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(_run, original, owner, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():  # torch.compile handles side effects and writes itself
-            options = {} if contexts is None else {"context_fn": _contexts_of_torch}
+            options = {"context_fn": _contexts_of_torch} if keeps else {}
             return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
-        options = {} if contexts is None else {"context_fn": contexts}
         _under_way.owners.append(owner)
         try:
-            return _run_twice(owner, self, run, args, kwargs, options=options)
+            return _run_twice(owner, self, run, args, kwargs, keeps=keeps)
         finally:
             _under_way.owners.pop()
 
     recomputed = with_forward(original, forward)
-    setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, contexts=contexts)))
+    setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, keeps=keeps)))
     return recomputed
 
 
 def _run_twice(
-    owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, options: dict[str, Any]
+    owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, keeps: bool
 ) -> Any:
-    """Run a layer's forward, which backward repeats."""
+    """Run a layer's forward, which backward repeats, but for the results that it keeps."""
     inputs = owner.writers.begin(layer, args, kwargs)
     kept_args, kept_kwargs = inputs.kept
     inspection = owner.look_at(layer)
+    options = {"context_fn": owner.contexts_of(layer, sees_all=inspection is not None)} if keeps else {}
     state = owner.attributes_of(layer), owner.outside_of(layer)
     again = functools.partial(owner.recorded, layer)
     twice = _Twice(run, state, inputs, type(layer).__name__, inspection=inspection, again=again)
@@ -193,7 +201,7 @@ def checkpoint_inside(run: Callable[..., Any], module: nn.Module, args: tuple[An
     if not _under_way.owners:
         function, arguments = hold_arguments(run, (module, *args))
         return checkpoint(function, *arguments, use_reentrant=False, **kwargs)
-    return _run_twice(_under_way.owners[-1], module, functools.partial(run, module), args, kwargs, options={})
+    return _run_twice(_under_way.owners[-1], module, functools.partial(run, module), args, kwargs, keeps=False)
 
 
 def with_repeated_forward(module: nn.Module, make: Callable[[nn.Module], Callable[..., Any]]) -> type[nn.Module]:

@@ -1,23 +1,34 @@
 """Results that a layer keeps from its forward, so that its repetition need not compute them (selective recompute).
 
-A kept result is valid only while nothing writes over it. Writes of the layer itself are seen during its forward, through any
-view. Later writes show in the version counters of the result and of its views. A result that was written over is computed again.
+A kept result is valid only while nothing writes over it: one that was written over is computed again. Writes show in the version
+counters of the result and of its views. Those through `.data` show in none. So a layer's first forward runs under a mode that
+sees every operator; a layer that writes in this way keeps the mode. All others pay for the kept operators alone (ADR 0032).
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright._torch_private import DEAR_OPERATORS, TorchDispatchMode, detach_with_version, pytree, storage_id
+from meshwright._torch_dispatch import KeptBy, keep_results
+from meshwright._torch_private import (
+    DEAR_OPERATORS,
+    TorchDispatchMode,
+    detach_with_version,
+    pytree,
+    storage_id,
+    without_view,
+)
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
+
+_PLAIN = (Tensor, nn.Parameter)
 
 _UNLIKE = "the forward of a layer that recompute runs again in backward does not do what it did the first time"
 
@@ -32,8 +43,9 @@ class _OperatorResult:
 
     def __init__(self, value: Any, given: list[torch.Size]) -> None:
         self.given = given
-        self._value: Any = pytree.tree_map_only(Tensor, detach_with_version, value)
+        self._value = _detached(value)
         self._versions = [(tensor, tensor._version) for tensor in tensors_in(self._value)]
+        self._is_written = False
 
     def watch(self, view: Tensor) -> None:
         """Watch the version of another tensor of the same memory: not all views share their base's counter."""
@@ -45,11 +57,27 @@ class _OperatorResult:
         self._value = None
         self._versions = []
 
+    def is_being_written(self) -> None:
+        """Drop the value; the versions stay until `was_written_unseen` has compared them."""
+        self._value = None
+        self._is_written = True
+
+    def was_written_unseen(self) -> bool:
+        """Tell, after the forward, whether no version counter shows a write that the mode has seen."""
+        if not self._is_written:
+            return False
+        is_unseen = self._has_versions()
+        self.forget()
+        return is_unseen
+
     def take(self) -> Any:
         """Return the value, once; None where it has been written over."""
-        value = self._value if all(tensor._version == version for tensor, version in self._versions) else None
+        value = self._value if self._has_versions() else None
         self.forget()
         return value
+
+    def _has_versions(self) -> bool:
+        return all(tensor._version == version for tensor, version in self._versions)
 
 
 class _Kept:
@@ -58,6 +86,8 @@ class _Kept:
     def __init__(self) -> None:
         self._results: dict[Any, list[_OperatorResult]] = collections.defaultdict(list)
         self._of_storage: dict[int, _OperatorResult] = {}
+        self._calls: collections.Counter[Any] = collections.Counter()
+        self._has_other_views = False
 
     def note(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record an operator's call in the forward."""
@@ -65,22 +95,57 @@ class _Kept:
             for tensor in _written(operator, args, kwargs):
                 found = self._of_storage.pop(storage_id(tensor), None)
                 if found is not None:
-                    found.forget()
+                    found.is_being_written()
         if operator in DEAR_OPERATORS:
-            entry = _OperatorResult(result, _shapes(args, kwargs))
-            self._results[operator].append(entry)
-            if _draws(operator, args, kwargs):
-                entry.forget()
-                return
-            self._of_storage.update((storage_id(tensor), entry) for tensor in tensors_in(result))
-        elif self._of_storage and _may_alias_unseen(operator):
-            for tensor in tensors_in(result):
-                found = self._of_storage.get(storage_id(tensor))
-                if found is not None:
-                    found.watch(tensor)
+            self._hold(operator, result, args, kwargs)
+        elif self._of_storage and _may_alias_unseen(operator) and self._watch(result):
+            self._has_other_views |= operator is not without_view
 
-    def give(self, operator: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an operator's kept result, or None where it has to run again."""
+    def keep(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of the forward, which is kept or makes a view."""
+        result = run()
+        if operator is without_view:  # its result lies in its argument's memory, with a version counter of its own
+            if self._of_storage:
+                self._watch(result)
+        elif _have_values(args):
+            self._hold(operator, result, args, kwargs)
+        return result
+
+    def give(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an operator's result in the repetition: the kept one, or a new one where there is none."""
+        if operator not in DEAR_OPERATORS or not _have_values(args):
+            return run()
+        index = self._calls[operator]
+        self._calls[operator] += 1
+        kept = self._take(operator, index, args, kwargs)
+        return run() if kept is None else kept
+
+    def begin_repetition(self) -> None:
+        """Count calls from the first one on."""
+        self._calls.clear()
+
+    def was_written_unseen(self) -> bool:
+        """Tell, after the forward, whether it wrote over a result, or could, in a way that no version counter shows."""
+        unseen = [entry.was_written_unseen() for entries in self._results.values() for entry in entries]  # all are told
+        return self._has_other_views or any(unseen)
+
+    def _hold(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entry = _OperatorResult(result, _shapes(args, kwargs))
+        self._results[operator].append(entry)
+        if _draws(operator, args, kwargs):
+            entry.forget()
+            return
+        self._of_storage.update((storage_id(tensor), entry) for tensor in tensors_in(result))
+
+    def _watch(self, result: Any) -> bool:
+        """Watch a result that lies in the memory of a kept one; tell whether it does."""
+        found = [(tensor, self._of_storage.get(storage_id(tensor))) for tensor in tensors_in(result)]
+        for tensor, entry in found:
+            if entry is not None:
+                entry.watch(tensor)
+        return any(entry is not None for _, entry in found)
+
+    def _take(self, operator: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = self._results[operator]
         if index >= len(results) or results[index].given != _shapes(args, kwargs):
             name = str(operator).removesuffix(".default")
@@ -97,7 +162,32 @@ class _Kept:
 
 
 class _Keeping(TorchDispatchMode):
-    """The mode of the forward: it keeps results."""
+    """The mode of a forward: it keeps results, and sees every write."""
+
+    def __init__(self, kept: _Kept, writes: UnseenWrites) -> None:
+        super().__init__()
+        self._kept = kept
+        self._writes = writes
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch that what it compiles on its own account is one operator."""
+        return True
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._writes.are_there |= self._kept.was_written_unseen()
+        self._writes.are_known = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._kept.note(func, result, args, kwargs)
+        return result
+
+
+class _Giving(TorchDispatchMode):
+    """The mode of the repetition after `_Keeping`: it returns kept results."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__()
@@ -108,34 +198,67 @@ class _Keeping(TorchDispatchMode):
         """Tell torch that what it compiles on its own account is one operator."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._kept.note(func, result, args, kwargs)
-        return result
-
-
-class _Giving(_Keeping):
-    """The mode of the repetition: it returns kept results."""
-
     def __enter__(self) -> Any:
-        self._calls: collections.Counter[Any] = collections.Counter()
+        self._kept.begin_repetition()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in DEAR_OPERATORS:
-            return func(*args, **kwargs)
-        index = self._calls[func]
-        self._calls[func] += 1
-        kept = self._kept.give(func, index, args, kwargs)
-        return func(*args, **kwargs) if kept is None else kept
+        return self._kept.give(func, functools.partial(func, *args, **(kwargs or {})), args, kwargs or {})
 
 
-def keeping_contexts() -> tuple[Any, Any]:
-    """Return the contexts of a forward and of its repetition, which keep expensive results."""
+class UnseenWrites:
+    """Whether a layer writes over results in ways that no version counter shows; its forwards under the mode tell."""
+
+    def __init__(self) -> None:
+        self.are_known = False
+        self.are_there = False
+
+
+def keeping_contexts(writes: UnseenWrites, *, sees_all: bool = False) -> tuple[Any, Any]:
+    """Return the contexts of a forward and of its repetition, which keep expensive results.
+
+    Args:
+        writes: What is known of the layer's writes.
+        sees_all: Whether every operator is looked at; so it is until writes are known.
+    """
     kept = _Kept()
-    return _Keeping(kept), _Giving(kept)
+    if sees_all or writes.are_there or not writes.are_known:
+        return _Keeping(kept, writes), _Giving(kept)
+    _hand_over()
+    return KeptBy(kept.keep), _GivingBack(kept)
+
+
+class _GivingBack(KeptBy):
+    """The context of the repetition after a forward that was not under a mode."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__(kept.give)
+        self._kept = kept
+
+    def __enter__(self) -> None:
+        self._kept.begin_repetition()
+        super().__enter__()
+
+
+@functools.cache
+def _hand_over() -> None:
+    """Register the operators with the dispatcher, once in this process."""
+    operators = [*DEAR_OPERATORS, without_view]
+    keep_results({str(operator).removeprefix("aten.").removesuffix(".default"): operator for operator in operators})
+
+
+def _detached(value: Any) -> Any:
+    """Return the result of an operator without its graph; its tensors share their version counters."""
+    if isinstance(value, Tensor):
+        return detach_with_version(value)
+    if type(value) is tuple:
+        return tuple(detach_with_version(one) if isinstance(one, Tensor) else one for one in value)
+    return pytree.tree_map_only(Tensor, detach_with_version, value)
+
+
+def _have_values(args: tuple[Any, ...]) -> bool:
+    """Tell whether a call is one of the forward's own, on plain tensors; a compiler's trial of it is not."""
+    return all(type(arg) in _PLAIN and not arg.is_meta for arg in args if isinstance(arg, Tensor))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

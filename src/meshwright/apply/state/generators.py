@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import sys
@@ -31,11 +32,14 @@ class GeneratorState:
 
 def is_generator(value: Any) -> bool:
     """Tell whether a value is a random generator with a readable state."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return not isinstance(value, random.SystemRandom)
-    return type(value).__module__.startswith("numpy.random") and (
-        hasattr(value, "bit_generator") or hasattr(value, "get_state")
-    )
+    return _is_of_generators(type(value))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_of_generators(kind: type) -> bool:
+    if issubclass(kind, (torch.Generator, random.Random)):
+        return not issubclass(kind, random.SystemRandom)
+    return kind.__module__.startswith("numpy.random") and (hasattr(kind, "bit_generator") or hasattr(kind, "get_state"))
 
 
 def read_generator(value: Any) -> GeneratorState:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import draws_untouched, is_in_backward, without_function_modes
+from meshwright._torch_dispatch import draws_untouched
+from meshwright._torch_private import is_in_backward, without_function_modes
 from meshwright.apply.randomness.sites import on_slices
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import Chain, Region

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright._torch_private import draws_untouched
+from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.guards.asked_sizes import AskedSize, origins_in, plain_sizes
 from meshwright.apply.tensor.types.typed_run import READS, is_torchs_own, name_of

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import WrapperTensor, current_function_mode, draws_untouched, without_function_modes
+from meshwright._torch_dispatch import draws_untouched
+from meshwright._torch_private import WrapperTensor, current_function_mode, without_function_modes
 from meshwright.apply.modules.copies import rebind
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.random_states import kept_random_states

@@ -1,0 +1,177 @@
+"""Operators that are replaced inside a context, at keys of torch's dispatcher; all others fall through them without a call.
+
+Nothing here is documented as public by torch. Checked on torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+import torch.library
+
+__all__ = [
+    "KeptBy",
+    "draws_intercepted",
+    "draws_untouched",
+    "is_fake_mode_on",
+    "is_transformed",
+    "keep_results",
+    "replace_draws",
+]
+
+
+class _DispatchKey:
+    """A key of the dispatcher.
+
+    Args:
+        name: Torch's name of it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.value: Any = torch._C._parse_dispatch_key(name)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        self._set: Any = torch._C.DispatchKeySet(self.value)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        self._libraries: list[torch.library.Library] = []
+
+    def replace(self, kernels: Mapping[str, Callable[..., Any]], with_keys: Mapping[str, Callable[..., Any]]) -> None:
+        """Register kernels for operators, for good; those `with_keys` are given the keys of the call first."""
+        rest = torch.library.Library("_", "IMPL", self.name)
+        rest.fallback(torch.library.fallthrough_kernel)
+        own = torch.library.Library("aten", "IMPL", self.name)
+        for name, kernel in kernels.items():
+            own.impl(name, kernel)
+        for name, kernel in with_keys.items():
+            own.impl(name, kernel, with_keyset=True)
+        self._libraries.extend((rest, own))
+
+    def is_included(self) -> bool:
+        """Tell whether this thread's calls arrive at the kernels."""
+        return torch._C._dispatch_tls_is_dispatch_key_included(self.value)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+    def include(self, wanted: bool) -> None:
+        """Say whether this thread's calls, and those of autograd's threads for it, arrive at the kernels."""
+        torch._C._dispatch_tls_set_dispatch_key_included(self.value, wanted)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+    def excluded(self) -> Any:
+        """Return a context in which no call arrives at the kernels, whatever is included inside."""
+        return torch._C._ExcludeDispatchKeyGuard(self._set)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+# Above autograd: torch sets it aside for modes written in C++. See docs/adr/0025-randomness.md.
+_DRAWS = _DispatchKey("TESTING_ONLY_GenericMode")
+
+
+def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace operators inside `draws_intercepted`, for good; `draws_untouched` runs torch's own.
+
+    Args:
+        kernels: The operator's name, with its overload, without "aten::" -> what runs for it.
+    """
+    _DRAWS.replace(kernels, {"scaled_dot_product_attention": _attention})
+
+
+def _attention(keys: Any, *given: Any, **options: Any) -> Any:
+    """Run attention; with dropout on a GPU in operators of its own, since fused kernels draw by themselves."""
+    operator = torch.ops.aten.scaled_dot_product_attention.default
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    named: dict[str, Any] = dict(zip(names, given, strict=False)) | options
+    if not named.get("dropout_p") or named["query"].device.type == "cpu":
+        return operator.redispatch(keys.remove(_DRAWS.value), *given, **options)
+    return torch.ops.aten._scaled_dot_product_attention_math.default(**named)[0]
+
+
+@contextlib.contextmanager
+def draws_intercepted(wanted: bool) -> Generator[None]:
+    """Run the operators of `replace_draws` inside the context, in this thread and in autograd's for it; or torch's own.
+
+    Args:
+        wanted: Whether they are replaced.
+    """
+    before = _DRAWS.is_included()
+    _DRAWS.include(wanted)
+    try:
+        yield
+    finally:
+        _DRAWS.include(before)
+
+
+def draws_untouched() -> Any:
+    """Return a context in which torch's own operators draw, whatever is asked for inside."""
+    return _DRAWS.excluded()
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform of torch.func (vmap, grad) runs the code."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def is_fake_mode_on() -> bool:
+    """Tell whether tensors that are made now have no values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+# Below autograd and the modes written in Python, above the kernels: autograd records the operator, whoever gives its result.
+# Only random number generators of other kinds of device carry it. See docs/adr/0032-selective-recompute.md.
+_RESULTS = _DispatchKey("CustomRNGKeyId")
+
+Keeper = Callable[[Any, Callable[[], Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Keepers(threading.local):
+    """This thread's keeper, and the run of autograd's that it was called in."""
+
+    def __init__(self) -> None:
+        self.now: tuple[Keeper, int] | None = None
+
+
+_keepers = _Keepers()
+
+
+def keep_results(operators: Mapping[str, Any]) -> None:
+    """Hand the calls of operators inside `KeptBy` to what keeps their results, for good.
+
+    Args:
+        operators: The operator's name, with its overload, without "aten::" -> the operator.
+    """
+
+    def kernel_of(operator: Any) -> Callable[..., Any]:
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            def run() -> Any:
+                return operator.redispatch(keys.remove(_RESULTS.value), *args, **kwargs)
+
+            # A backward inside of the forward may run in another thread, where nobody keeps: so it is left alone in any.
+            if _keepers.now is None or _keepers.now[1] != _autograd_run():
+                return run()
+            return _keepers.now[0](operator, run, args, kwargs)
+
+        return kernel
+
+    _RESULTS.replace({}, {name: kernel_of(operator) for name, operator in operators.items()})
+
+
+def _autograd_run() -> int:
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+class KeptBy:
+    """A context that hands the operators of `keep_results` to a function, in this thread. It may be entered again later.
+
+    Args:
+        keeper: Called with the operator, a function that runs it, its arguments and keywords; returns its result.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._before: tuple[Keeper, int] | None = None
+
+    def __enter__(self) -> None:
+        self._before, _keepers.now = _keepers.now, (self._keeper, _autograd_run())
+        _RESULTS.include(True)
+
+    def __exit__(self, *error: object) -> None:
+        _keepers.now, self._before = self._before, None
+        _RESULTS.include(_keepers.now is not None)
