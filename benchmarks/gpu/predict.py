@@ -122,12 +122,13 @@ def predict_again(recorded: Path, clusters: Mapping[str, mw.ClusterSpec], out: P
             times = [sum(one["time"].values()) / took["step_s"] for one in (row.get(source), now) if one]
             texts.append(f"{source} {' -> '.join(f'{time:.2f}' for time in times)}")
         pairs = [one["memory"] for one in (row.get("probe"), found["probe"]) if one]
-        sizes = [sum(memory.values()) / took["allocated_bytes"] for memory in pairs]
+        taken = took["allocated_bytes"]
+        sizes = [sum(memory.values()) / taken for memory in pairs] if taken else []
         texts.append(f"memory {' -> '.join(f'{size:.2f}' for size in sizes)}")
         print(f"{name} x {samples}, {row['plan']}: {', '.join(texts)}")
         rows.append({key: value for key, value in row.items() if key not in clusters} | found)
     environs = given.get("environment", given)  # rows of one GPU had no environment once
-    about = {"gpu": environs["gpu"], "measured": environs["date"]}
+    about = {"gpu": environs["gpu"], "measured": environs.get("date") or given["measured"]}
     out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

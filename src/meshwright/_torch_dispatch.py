@@ -15,6 +15,7 @@ import torch.library
 
 __all__ = [
     "KeptBy",
+    "cudnn_rnn",
     "draws_intercepted",
     "draws_untouched",
     "is_fake_mode_on",
@@ -60,6 +61,9 @@ class _DispatchKey:
         """Return a context in which no call arrives at the kernels, whatever is included inside."""
         return torch._C._ExcludeDispatchKeyGuard(self._set)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
+
+cudnn_rnn: Callable[..., Any] = torch._cudnn_rnn  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+"""Recurrent layers of a GPU; unlike the operator of this name it gives its warnings to the code that calls it."""
 
 # Above autograd: torch sets it aside for modes written in C++. See docs/adr/0025-randomness.md.
 _DRAWS = _DispatchKey("TESTING_ONLY_GenericMode")

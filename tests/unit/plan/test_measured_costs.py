@@ -295,3 +295,19 @@ class _Call(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return self.function(self.scale(values))
+
+
+# -- devices with many units ---------------------------------------------------------------------------------------------
+
+
+def test_small_results_of_long_sums_are_shared_by_the_units() -> None:
+    """The gradient of a convolution's weight has few tiles; in one piece it would leave nearly all units idle."""
+    machine = Machine(host(), ideal_with(num_units=132))
+
+    def seconds(inner: int) -> float:
+        return machine.product_s((147, inner, 64), 1.0, "fp32", 4.0, aligned=True)
+
+    one_tile = 2.0 * 64 * 64 * 200_000 * 132 / machine.flops_per_s("fp32") / 0.6
+    assert seconds(200_000) < one_tile / 10
+    assert seconds(200_000) >= 2.0 * 147 * 200_000 * 64 / machine.flops_per_s("fp32")
+    assert seconds(400_000) == pytest.approx(2 * seconds(200_000), rel=0.1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from meshwright._torch_dispatch import draws_untouched, is_fake_mode_on, is_transformed, replace_draws
+from meshwright._torch_dispatch import cudnn_rnn, draws_untouched, is_fake_mode_on, is_transformed, replace_draws
 from meshwright._torch_private import FakeTensor
 from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.philox import ElementPlace
@@ -240,6 +240,11 @@ def _native_dropout(tensor: Tensor, p: float, train: bool | None) -> Any:
     return tensor * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
+def _layers_of_gpu(*given: Any) -> Any:
+    with draws_untouched():
+        return cudnn_rnn(*given)
+
+
 def _rrelu(tensor: Tensor, noise: Tensor, *numbers: Any) -> Any:
     lower, upper, training = (*numbers, *(1 / 8, 1 / 3, False)[len(numbers) :])[:3]
     if not training:
@@ -367,7 +372,7 @@ _KERNELS: Final[dict[str, Kernel]] = {
     "random_.from": _random_from,
     "random_.to": _random_to,
     "native_dropout": _native_dropout,
-    "_cudnn_rnn": functools.partial(recurrence, functools.partial(_as_torch, "_cudnn_rnn")),
+    "_cudnn_rnn": functools.partial(recurrence, _layers_of_gpu),
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu_in_place,
     "normal.Tensor_float": _normal_of,

@@ -44,6 +44,11 @@ _CAST_HOST: Final = 0.3
 Measured by benchmarks/planner/cast_times.py on a CPU: 0.21 to 0.31."""
 
 
+_REPEAT_HOST: Final = 3.0
+"""Host time of a layer that torch's checkpoint repeats, over that of its forward: hooks see each saved tensor twice [ratio].
+Measured on a CPU (docs/adr/0032-selective-recompute.md); 2.9 to 3.7 on one H200."""
+
+
 @dataclasses.dataclass(slots=True)
 class LayerTimes:
     """Seconds and bytes of one layer for one micro-batch on one rank."""
@@ -80,13 +85,18 @@ class LayerTimes:
     num_operators: float = 0.0
     """Operators that the host issues; a cast is a part of one [count]."""
     num_collectives: int = 0
+    repeat_host: float = 1.0
+    """Host time of its repetition over that of its forward [ratio]."""
 
     def passes_s(self, machine: Machine, recompute: str) -> tuple[float, float, float]:
         """Return seconds of forward, backward and recompute: the host may be slower than the device."""
         host_s, ahead = self._host_s(machine), machine.efficiency.issues_ahead
         forward = _issued(self.forward_s + self.forward_comm_s, host_s, ahead=ahead)
         backward = _issued(self.backward_s + self.backward_comm_s, host_s, ahead=ahead)
-        repeated = {"full": forward, "selective": self.core_s, "all_but_products": self.elementwise_s}
+        repeated = {"full": self.forward_s + self.forward_comm_s, "all_but_products": self.elementwise_s}
+        host_s *= self.repeat_host
+        repeated = {kind: _issued(seconds, host_s, ahead=ahead) for kind, seconds in repeated.items()}
+        repeated["selective"] = self.core_s
         repeated["every_other_product"] = self.elementwise_s + self.product_s / 2
         again = repeated.get(recompute, 0.0)
         return forward, backward, again
@@ -117,7 +127,7 @@ def layer_times(
         model_bytes: Size of an element in the layer's own numbers [bytes].
         is_last: Whether its results go to the loss, which takes them in parts.
     """
-    times = LayerTimes()
+    times = LayerTimes(repeat_host=_REPEAT_HOST if setup.is_eager else 1.0)
     scale = _scale(setup, model_bytes)
     rows_cut = setup.tp if setup.sequence_parallel else 1
     times.input_bytes = layer.output_bytes * scale / rows_cut

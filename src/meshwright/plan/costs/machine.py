@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
@@ -17,6 +18,10 @@ _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0
 """(rows, columns, speed): the tiles that a matrix product is cut into; a smaller one reads its operands more often.
 Source of the shapes: CUTLASS, media/docs/cpp/efficient_gemm.md, read 2026-11-24. The speeds are estimates."""
 
+_LEAST_DEPTH: Final = 512
+"""Elements of the inner size that are left to a tile where several tiles share one place of a small result, as those of weights'
+gradients do: libraries cut it ("Parallelized Reductions", CUTLASS, efficient_gemm.md, read 2026-11-26). An estimate [count]."""
+
 _MISALIGNED: Final = 7.0
 """Products whose inner size is no multiple of 8 elements leave the tensor cores' layout [ratio of times].
 Source of the rule: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"; the ratio is fitted to
@@ -28,6 +33,9 @@ read 2026-11-24 [count]."""
 
 _ROUNDS: Final = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How often the tensor goes round, but for one rank's part of it [count]."""
+
+_SUM_BYTES: Final = 4
+"""Size of an element of a part's sums, which are written and read [bytes]."""
 
 _REAL_KINDS: Final = {"fp16": "bf16", "mxfp8": "fp8", "nvfp4": "fp4"}
 
@@ -78,18 +86,26 @@ class Machine:
         rows, inner, columns = sizes
         units = self.efficiency.num_units
         rate = self.flops_per_s(dtype) * share_at(2.0 * rows * inner * columns, self.efficiency.product_curve)
-        depth = inner + self.efficiency.inner_overhead
         if units == 1:
-            arithmetic = 2.0 * count * rows * depth * columns / rate
+            arithmetic = 2.0 * count * rows * (inner + self.efficiency.inner_overhead) * columns / rate
         else:
-            arithmetic = min(
-                _waves(count * math.ceil(rows / height) * math.ceil(columns / width) / units)
-                * (2.0 * height * width * depth * units / (rate * speed))
-                for height, width, speed in _TILES
-            )
+            arithmetic = min(self._tiled_s(sizes, count, rate * speed, tile) for *tile, speed in _TILES)
         moved = element_bytes * count * (rows * inner + inner * columns + rows * columns)
         factor = 1.0 if aligned or units == 1 else _MISALIGNED
         return max(arithmetic * factor, moved / self.memory_bytes_per_s, self.efficiency.kernel_s)
+
+    def _tiled_s(self, sizes: tuple[int, int, int], count: float, rate: float, tile: Sequence[float]) -> float:
+        """Return the time of products that are cut into tiles, one for each unit of the device at a time [s]."""
+        rows, inner, columns = sizes
+        height, width = tile
+        units = self.efficiency.num_units
+        tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
+        parts = max(1, min(int(units / tiles), inner // _LEAST_DEPTH))
+        depth = inner / parts + self.efficiency.inner_overhead
+        seconds = _waves(tiles * parts / units) * (2.0 * height * width * depth * units / rate)
+        if parts == 1:
+            return seconds
+        return seconds + 2 * _SUM_BYTES * parts * count * rows * columns / self.memory_bytes_per_s
 
     def collective_s(self, kind: str, num_bytes: float, group: int, spread: int) -> float:
         """Return the time of a collective of a tensor [s].
