@@ -109,7 +109,7 @@ def plain_loss() -> float:
         ("int4", "dp=2", 2, 0.01),
         *([("int8", "dp=2,zero=2", 2, 0.01)] if FULL_GRID else []),  # between the two, by the bound on a step above
         # Small matrices forced into rank 4, from the first step on: torch's hook ends in the same place (docs/log.md).
-        ("powersgd", "dp=2", 2, 0.1),
+        *([("powersgd", "dp=2", 2, 0.1)] if FULL_GRID else []),
     ],
 )
 def test_training_ends_where_it_would_have(kind: str, plan: str, num_ranks: int, within: float) -> None:

@@ -19,6 +19,11 @@ def some_of_hugging_face(names: Iterable[str], turn: int) -> list[str]:
     return [name for name in names if name not in left_out]
 
 
+def every_second(names: Iterable[str], turn: int) -> list[str]:
+    """Return every second model; the others, of the other turn, 0 or 1, meet plans of the same exchanges elsewhere."""
+    return [name for index, name in enumerate(names) if FULL_GRID or index % 2 == turn]
+
+
 def is_cheap(name: str, plan: tuple[str, int]) -> bool:
     """Whether a model may have this plan's number of ranks: each further pool imports `transformers`, which takes seconds."""
     return FULL_GRID or name not in cases.HUGGING_FACE or plan[1] in (2, 4)
