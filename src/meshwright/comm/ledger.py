@@ -101,13 +101,13 @@ class Ledger:
         return self._aside > 0
 
     def span(
-        self, kind: str, name: str, details: dict[str, Any] | None = None
+        self, kind: str, name: object, details: dict[str, Any] | None = None
     ) -> contextlib.AbstractContextManager[object]:
         """Return a context whose time is recorded where steps are traced, and which does nothing elsewhere.
 
         Args:
             kind: As for `SpanRecorder.add`.
-            name: What stands in its box.
+            name: As for `SpanRecorder.add`.
             details: Plain data.
         """
         return _NOTHING if self.recorder is None else Spanning(self.recorder, kind, name, details)

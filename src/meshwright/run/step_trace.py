@@ -19,6 +19,7 @@ from meshwright.comm.clocks import ClockReading, clock_name, read_clocks
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.spans import SpanRecorder
 from meshwright.errors import ApplyError
+from meshwright.run.operators import MOST_OPERATORS, OperatorRecorder
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.spec.timeline import RankSpans, chrome_trace
 
@@ -37,6 +38,7 @@ class StepTrace:
         first_step: Steps that were done before this process began, for the steps' numbers [count].
         clock: This rank's clock, which only moves forward [ns].
         clock_name: Its name; ranks with one name share it.
+        profiler: Whether torch.profiler's operators are recorded too, which makes the steps longer.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StepTrace:
         first_step: int = 0,
         clock: Callable[[], int] = time.monotonic_ns,
         clock_name: str = "",
+        profiler: bool = False,
     ) -> None:
         self._model = model
         self._ledger = model.ledger
@@ -54,6 +57,8 @@ class StepTrace:
         self._clock = clock
         self._clock_name = clock_name
         self._recorder: SpanRecorder | None = None
+        self._has_profiler = profiler
+        self._operators: OperatorRecorder | None = None
         self._readings: list[ClockReading] = []
         self._first_traced = 0
 
@@ -61,12 +66,20 @@ class StepTrace:
         """Compare clocks, and record from now on.
 
         Raises:
-            ApplyError: Steps are being recorded already.
+            ApplyError: Steps are being recorded already, or torch.profiler runs where it is to be added.
             LostPeerError: A peer is gone.
         """
         if self._ledger.recorder is not None:
             raise ApplyError("steps are being recorded already", fix="end that trace first")
-        self._readings = [self._read_clocks()]
+        if self._has_profiler:
+            most = MOST_OPERATORS // self._group.size
+            self._operators = OperatorRecorder(self._clock, self._model.world.device, most)
+            self._operators.start()
+        try:
+            self._readings = [self._read_clocks()]
+        except BaseException:
+            self.stop()
+            raise
         self._first_traced = self._first_step + self._model.num_steps + 1
         self._recorder = self._ledger.recorder = SpanRecorder(self._clock)
         self._recorder.first_step = self._first_step
@@ -75,6 +88,9 @@ class StepTrace:
     def stop(self) -> None:
         """Stop recording; nothing is exchanged."""
         self._ledger.recorder = None
+        operators, self._operators = self._operators, None
+        if operators is not None:
+            operators.drop()
 
     def end(self, about: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Stop recording, and return the trace on rank 0, None on the others.
@@ -85,7 +101,9 @@ class StepTrace:
         Raises:
             LostPeerError: A peer is gone.
         """
+        operators, self._operators = self._operators, None
         self.stop()
+        found = None if operators is None else operators.stop()
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return None
@@ -93,10 +111,11 @@ class StepTrace:
         mine = RankSpans(
             rank=self._group.rank,
             threads=recorder.threads,
-            spans=recorder.spans,
+            spans=[(one[0], str(one[1]), *one[2:]) for one in recorder.spans],
             flights=[(one.name, one.begin, one.end, one.thread, one.details) for one in recorder.flights],
             clock=[(one.at_ns, one.offset_ns, one.error_ns) for one in self._readings],
             num_left_out=recorder.num_left_out,
+            operators=found,
         )
         with self._ledger.of_checks():
             ranks = _gather(self._group, self._device, mine)
@@ -124,7 +143,7 @@ class StepTrace:
 
 
 @contextlib.contextmanager
-def trace_steps(model: ParallelModel, path: str | Path) -> Iterator[None]:
+def trace_steps(model: ParallelModel, path: str | Path, *, profiler: bool = False) -> Iterator[None]:
     """Record the steps taken inside the context, on all ranks, and write them as a Chrome trace; every rank enters it.
 
     The file opens in https://ui.perfetto.dev and in chrome://tracing: forward and backward of each micro-batch, exchanges with
@@ -134,13 +153,15 @@ def trace_steps(model: ParallelModel, path: str | Path) -> Iterator[None]:
     Args:
         model: The model.
         path: The file; one that is there is replaced.
+        profiler: Whether torch.profiler's operators of all threads, and kernels of a GPU, are added, on tracks of their own.
+            They make the steps longer.
 
     Raises:
-        ApplyError: Steps are being recorded already.
+        ApplyError: Steps are being recorded already, or torch.profiler runs where it is to be added.
         LostPeerError: A peer is gone.
         StorageError: The file cannot be written.
     """
-    trace = StepTrace(model)
+    trace = StepTrace(model, profiler=profiler)
     trace.begin()
     try:
         yield

@@ -42,6 +42,24 @@ def traced_and_counted(name: str, plan: str, path: str) -> dict[str, Any]:
     return {"counted": counted, "losses": losses}
 
 
+def profiled(name: str, plan: str, path: str) -> tuple[list[float], str]:
+    """Trace two steps with torch.profiler added; return their losses, and what tracing raises beside another profiler."""
+    case = cases.CASES[name]
+    with mw.apply_plan(case.build, plan, loss_fn=case.loss_fn, optimizer=_SGD, sentinel_every=0) as model:
+        batches = [mw.split_batch(batch, model) for batch in case.batches(8)]
+        losses = [model.step(batches[0]).loss]
+        with mw.trace_steps(model, path, profiler=True):
+            losses += [model.step(batch).loss for batch in batches[1:]]
+        text = ""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            try:
+                with mw.trace_steps(model, path, profiler=True):
+                    pass
+            except mw.ApplyError as error:
+                text = error.message
+        return losses, text
+
+
 def with_other_clocks(name: str, plan: str, offsets_ns: list[int], drift: float) -> dict[str, Any] | None:
     """Trace a step with clocks that are off by so much, and that drift from each other; rank 0 returns the trace."""
     case = cases.CASES[name]

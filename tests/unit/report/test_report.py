@@ -159,6 +159,13 @@ def test_a_screen_reader_finds_its_way(make_run):
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
+def test_tables_of_several_runs_have_names_of_their_own(make_run):
+    page = Page(render([read_run(make_run(name="a")), read_run(make_run(name="b"))]))
+    labels = [a["aria-label"] for _, a in page.tags if a.get("role") in ("region", "group")]
+    assert len(labels) > 10
+    assert len(labels) == len(set(labels))
+
+
 def test_the_numbers_are_those_of_the_record(make_run):
     text = " ".join(Page(render([read_run(make_run())])).text.split())
     for expected in ("last loss 1.25", "median step 500 ms", "tokens/s 128.0", "peak memory, fullest rank 1 GiB",

@@ -90,7 +90,7 @@ class ScheduleExecutor(Generic[TermT]):
         if ledger.recorder is None:
             return contextlib.nullcontext()
         details = {"stage": action.stage, "micro_batch": action.micro_batch}
-        return ledger.span(_KINDS[action.kind], str(action), details)
+        return ledger.span(_KINDS[action.kind], action, details)
 
     def _forward(self, stage: int, index: int) -> None:
         micro_batch = self._work.micro_batches[index]
