@@ -19,8 +19,8 @@ from meshwright.comm.clocks import ClockReading, clock_name, read_clocks
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.spans import SpanRecorder
 from meshwright.errors import ApplyError
-from meshwright.run.operators import MOST_OPERATORS, OperatorRecorder
 from meshwright.run.parallel_model import ParallelModel
+from meshwright.run.profiled_operators import MOST_OPERATORS, OperatorRecorder
 from meshwright.spec.timeline import RankSpans, chrome_trace
 
 __all__: list[str] = []

@@ -9,8 +9,8 @@ import torch
 from tests import trace_format
 
 from meshwright.errors import ApplyError
-from meshwright.run import operators
-from meshwright.run.operators import OperatorRecorder
+from meshwright.run import profiled_operators
+from meshwright.run.profiled_operators import OperatorRecorder
 from meshwright.spec.timeline import RankOperators, RankSpans, chrome_trace
 
 CPU = torch.device("cpu")
@@ -46,12 +46,12 @@ def test_operators_come_to_the_ranks_clock_and_are_cut_off(capfd) -> None:
 
 def test_what_sticks_out_is_cut_where_its_parent_ends() -> None:
     spans = [("a", 0, 100), ("b", 10, 120), ("c", 20, 30), ("d", 100, 110)]
-    assert operators._nested(spans) == [("a", 0, 100), ("b", 10, 100), ("c", 20, 30), ("d", 100, 110)]
+    assert profiled_operators._nested(spans) == [("a", 0, 100), ("b", 10, 100), ("c", 20, 30), ("d", 100, 110)]
 
 
 def test_lost_marks_are_an_error() -> None:
     with pytest.raises(ApplyError, match="lost the marks"):
-        operators._compare([1.0], [(0, 1), (2, 3)])
+        profiled_operators._compare([1.0], [(0, 1), (2, 3)])
 
 
 def test_clocks_are_chained() -> None:
