@@ -1,11 +1,12 @@
 """Computes every number of reports anew, from a run's files alone: `recompute.py RUN_DIR...`
 
-It shares no code with the report: files are read as plain JSON, the page as plain HTML, statistics come from Python's own module. A
-text such as "84.8 ms" is held to the digits that it shows.
+It shares no code with the report: files are read as plain JSON, the page as plain HTML, statistics come from Python's own module.
+A text such as "84.8 ms" is held to the digits that it shows.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,9 @@ UNITS = {
     "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0,
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "%": 0.01, "": 1.0,
 }  # fmt: skip
+COLUMNS = (
+    ("load",), ("forward",), ("backward", "input_grad", "weight_grad"), ("recompute",), ("optimizer",), ("wait",), ("step",),
+)  # fmt: skip
 WARM_UP = 3
 BLOCK = 8
 FIGURES = {
@@ -268,6 +272,11 @@ def check_plan(check: Check, page: Page, record: Any) -> None:
     peaks = (record["measurement"] or {}).get("rank_peak_memory_bytes") or []
     for rank, row in enumerate(page.tables.get("Peak memory by rank", [])[1:]):
         check.same(f"peak memory of rank {rank}", row, [str(rank), f"{peaks[rank]:,}"])
+    for name, shape, _, parts in page.tables.get("Every tensor", [])[1:]:
+        tensor = record["tensors"][name]
+        check.same(f"shape of {name}", shape, " x ".join(map(str, tensor["shape"])))
+        told = re.findall(r"rank ([0-9,-]+): (.*)", parts)
+        check.same(f"parts of {name}", told, list(tensor["held"].items()))
     rows = page.tables.get("Layers by ranks", [])
     if not rows:
         return
@@ -334,13 +343,31 @@ def check_step(check: Check, page: Page, folder: Path, others: dict[str, Any]) -
     length, idle, by_rank = shares[number]
     for row in page.tables[label][1:]:
         own = by_rank[int(row[0].split()[1])]
-        check.number(f"waiting of {row[0]}", row[6], own["wait"])
+        kinds = innermost(events, int(row[0].split()[1]), number)
+        for text, names in zip(row[1:8], COLUMNS, strict=True):
+            check.number(f"{names[0]} of {row[0]}", text, sum(kinds.get(name, 0.0) for name in names) or None)
         check.number(f"idle share of {row[0]}", row[8], 1 - own["busy"] / length)
         parts = sum(parse(text) for text in row[1:8])
         check.close(f"parts of {row[0]} make its step", parts, own["span"], 2e-3 * own["span"])
     check_boxes(check, page, length, idle)
     label = next(name for name in page.tables if name.startswith("Exchanges of step"))
     check_exchanges(check, page.tables[label][1:], events, ranks, number)
+
+
+def innermost(events: list[Any], rank: int, number: int) -> dict[str, float]:
+    """Return for how long a span of each kind was the innermost one of the computing thread in a step [s]."""
+    begin, end = window_of(events, rank, number)
+    mine = [
+        (e["ts"], e["ts"] + e["dur"], e["cat"]) for e in events
+        if e["pid"] == rank and e["tid"] == 0 and e["ph"] == "X" and begin <= e["ts"] and e["ts"] + e["dur"] <= end + 1e-3
+    ]  # fmt: skip
+    edges = sorted({edge for first, last, _ in mine for edge in (first, last)})
+    found: defaultdict[str, float] = defaultdict(float)
+    for left, right in itertools.pairwise(edges):
+        over = [one for one in mine if one[0] <= left and right <= one[1]]
+        if over:
+            found[max(over, key=lambda one: (one[0], -one[1]))[2]] += (right - left) / 1e6
+    return found
 
 
 def parse(text: str) -> float:
