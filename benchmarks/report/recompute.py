@@ -137,11 +137,13 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, median, high
 
 
-def statistics_of(values: list[float]) -> list[float | None]:
+def statistics_of(events: list[dict[str, Any]], name: str) -> list[float | None]:
+    values = finite(events, name)
     if not values:
         return [None] * 7
     low, median, high = quartiles(values)
-    return [values[0], min(values), low, median, high, max(values), values[-1]]
+    ends = [one[name] if finite_one(one.get(name)) else None for one in (events[0], events[-1])]
+    return [ends[0], min(values), low, median, high, max(values), ends[1]]
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
@@ -222,13 +224,13 @@ def check_figures(check: Check, page: Page, steps: list[Any], evaluations: list[
             continue
         values = {e["step"]: e[FIGURES[name]] for e in steps}
         check_line(check, figure["title"], x, figure["lines"][0]["y"], values)
-        shown = [("", table[1][1:], finite(steps, FIGURES[name]))]
+        shown = [("", table[1][1:], steps, FIGURES[name])]
         if name == "loss" and evaluations:
             held = {e["step"]: e["loss"] for e in evaluations}
             check_line(check, "held-out loss", x, figure["lines"][1]["y"], held)
-            shown.append(("held-out ", table[2][1:], finite(evaluations, "loss")))
-        for label, row, series in shown:
-            for text, value in zip(row, statistics_of(series), strict=True):
+            shown.append(("held-out ", table[2][1:], evaluations, "loss"))
+        for label, row, events, column in shown:
+            for text, value in zip(row, statistics_of(events, column), strict=True):
                 check.number(f"{label}{figure['title']}, statistics", text, value)
 
 
@@ -258,8 +260,8 @@ def check_times(check: Check, figure: Any, table: list[list[str]], steps: list[A
     series = finite(steps, "seconds")
     rows = {row[0]: row[1:] for row in table[1:]}
     late = rows.get(f"without the first {WARM_UP}")
-    for row, kept in ((rows["all steps"], series), (late, series[WARM_UP:])):
-        for text, value in zip(row or (), statistics_of(kept), strict=False):
+    for row, kept in ((rows["all steps"], steps), (late, steps[WARM_UP:])):
+        for text, value in zip(row or (), statistics_of(kept, "seconds"), strict=False):
             check.number("step time, statistics", text, value)
     if len(steps) < 1000:
         for place in range(len(steps)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,3 +67,39 @@ def test_clocks_are_chained() -> None:
     event = next(one for one in trace["traceEvents"] if one.get("cat") == "operator")
     assert (event["ts"], event["dur"], event["pid"], event["tid"]) == (1.5, 2.0, 2, 1)
     assert trace["otherData"]["clocks"]["2"]["operators_error_s"] == 7e-9
+
+
+def test_kernels_have_a_track_for_each_stream_and_annotations_of_the_gpu_are_left_out(monkeypatch) -> None:
+    monkeypatch.setattr(profiled_operators, "_NUM_MARKS", 1)
+
+    def event(name, start, end, kind="CPU", **changes):
+        about = {
+            "device_index": 1,
+            "device_resource_id": 7,
+            "thread": 3,
+            "is_async": False,
+            "is_user_annotation": False,
+        }
+        times = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=kind), **(about | changes))
+
+    recorder = OperatorRecorder(time.monotonic_ns, CPU, 100)
+    recorder._marks = [(2_000, 2_010), (9_000, 9_010)]
+    found = recorder._read(
+        [
+            event("meshwright.clock", 1.0, 1.001, is_user_annotation=True),
+            event("meshwright.clock", 8.0, 8.001, is_user_annotation=True),
+            event("meshwright.clock", 1.0, 1.001, "CUDA", is_user_annotation=True),
+            event("gemm", 3.0, 4.0, "CUDA"),
+            event("copy", 3.5, 5.0, "CUDA", device_resource_id=9),
+            event("of the script", 2.0, 6.0, "CUDA", is_user_annotation=True),
+            event("gloo:all_reduce", 2.0, 6.0, is_async=True),
+            event("aten::mm", 2.0, 2.5),
+        ]
+    )
+    assert found.clock == [(1_000, 1_005, 5), (8_000, 1_005, 5)]
+    assert found.tracks == {
+        "operators of thread 3": [("aten::mm", 2_000, 2_500)],
+        "kernels of GPU 1, stream 7": [("gemm", 3_000, 4_000)],
+        "kernels of GPU 1, stream 9": [("copy", 3_500, 5_000)],
+    }
