@@ -319,7 +319,8 @@ def share_of(tensor: Any, rank: int) -> float:
     return 0.0
 
 
-def check_step(check: Check, page: Page, folder: Path, others: dict[str, Any]) -> None:
+def check_step(check: Check, page: Page, folder: Path, others: dict[str, Any], is_one_process: bool) -> None:
+    """Hold the traced step; one process does not see for how long its devices are idle, and shows none."""
     if "traced" not in others:
         return
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -337,7 +338,7 @@ def check_step(check: Check, page: Page, folder: Path, others: dict[str, Any]) -
     for row in rows:
         length, idle, _ = shares[int(row[0])]
         check.number(f"length of step {row[0]}", row[1], length)
-        check.number(f"idle share of step {row[0]}", row[2], idle)
+        check.number(f"idle share of step {row[0]}", row[2], None if is_one_process else idle)
     label = next(name for name in page.tables if name.startswith("Where the time of step"))
     number = int(re.findall(r"\d+", label)[0])
     middle = sorted(shares, key=lambda one: shares[one][0])[(len(shares) - 1) // 2]
@@ -348,10 +349,10 @@ def check_step(check: Check, page: Page, folder: Path, others: dict[str, Any]) -
         kinds = innermost(events, int(row[0].split()[1]), number)
         for text, names in zip(row[1:8], COLUMNS, strict=True):
             check.number(f"{names[0]} of {row[0]}", text, sum(kinds.get(name, 0.0) for name in names) or None)
-        check.number(f"idle share of {row[0]}", row[8], 1 - own["busy"] / length)
+        check.number(f"idle share of {row[0]}", row[8], None if is_one_process else 1 - own["busy"] / length)
         parts = sum(parse(text) for text in row[1:8])
         check.close(f"parts of {row[0]} make its step", parts, own["span"], 2e-3 * own["span"])
-    check_boxes(check, page, length, idle)
+    check_boxes(check, page, length, None if is_one_process else idle)
     label = next(name for name in page.tables if name.startswith("Exchanges of step"))
     check_exchanges(check, page.tables[label][1:], events, ranks, number)
 
@@ -407,8 +408,12 @@ def step_share(events: list[Any], ranks: list[int], number: int) -> tuple[float,
     return length / 1e6, 1 - busy / (len(ranks) * length / 1e6), found
 
 
-def check_boxes(check: Check, page: Page, length: float, idle: float) -> None:
+def check_boxes(check: Check, page: Page, length: float, idle: float | None) -> None:
     """Hold the idle share of the drawing, from its boxes alone, to that of the trace."""
+    if idle is None:
+        match = re.search(r"took ([0-9.]+ [a-z]+) in one process", " ".join(page.verdicts))
+        check.number("the verdict's time", match[1] if match else None, length)
+        return
     boxes = next(found for label, found in page.boxes.items() if "as it ran" in label)
     lanes: defaultdict[str, list[tuple[str, float, float]]] = defaultdict(list)
     for lane, kind, x, width in boxes:
@@ -472,11 +477,15 @@ def check_terms(check: Check, page: Page, record: Any, steps: list[Any]) -> None
     held = measured["held_bytes"]
     computing = time["forward_s"] + time["backward_s"] + time["recompute_s"] + time["optimizer_s"]
     waiting = time["bubble_s"] + time["exposed_comm_s"]
+    computing_terms: dict[str, tuple[float | None, float | None]] = {
+        "computing": (computing, None if wait is None else max(0.0, step - wait - load)), "waiting": (waiting, wait),
+    }  # fmt: skip
+    if record["plan"]["mode"] != "ranks":
+        computing_terms = {"computing and waiting": (computing + waiting, max(0.0, step - load))}
     rest = measured["peak_memory_bytes"] - sum(held.values())
     expected: dict[str, dict[str, tuple[float | None, float | None]]] = {
         "Time of a step": {
-            "computing": (computing, None if wait is None else max(0.0, step - wait - load)),
-            "waiting": (waiting, wait),
+            **computing_terms,
             "reading data": (None, load),
             "step": (sum(time.values()), step),
         },
@@ -513,7 +522,7 @@ def check_run(folder: Path) -> Check:
         (check_facts, (steps, evaluations, others["run_started"], record)),
         (check_figures, (steps, evaluations)),
         (check_plan, (record,)),
-        (check_step, (folder, others)),
+        (check_step, (folder, others, record["plan"]["mode"] != "ranks")),
         (check_terms, (record, steps)),
     ]
     for part, given in parts:

@@ -255,7 +255,8 @@ def _run_view(run: RunFiles, key: str, *, with_every_step: bool) -> dict[str, An
         "terms": [],
     }
     if prediction is not None:
-        time = time_terms(prediction, measurement, median_load_s(run))
+        is_one_process = plan is not None and plan.mode != "ranks"
+        time = time_terms(prediction, measurement, median_load_s(run), is_one_process=is_one_process)
         memory = memory_terms(prediction, measurement)
         sent = traffic_terms(prediction, measurement)
         view["terms"] = [
