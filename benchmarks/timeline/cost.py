@@ -81,7 +81,7 @@ class Repeating(SpanRecorder):
 
         self.now = now
 
-    def add(self, kind: str, name: str, begin: int, details: dict[str, Any] | None = None) -> None:
+    def add(self, kind: str, name: object, begin: int, details: dict[str, Any] | None = None) -> None:
         for other in self.others:
             other.add(kind, name, begin, None if details is None else dict(details))
         super().add(kind, name, begin, details)
