@@ -204,7 +204,8 @@ def _remarks(trace: ReadTrace, step: TracedStep) -> list[str]:
     num_operators = trace.about.get("num_operators")
     if isinstance(num_operators, int):
         remarks.append(
-            f"torch.profiler ran in these steps, which makes them longer: {num_operators} operators are in trace.json."
+            "torch.profiler ran in these steps, which makes them longer and takes memory: "
+            f"{num_operators} operators are in trace.json."
         )
     if any(flight.details.get("end") == "not seen" for one in step.ranks for flight in one.flights):
         remarks.append("Some exchanges ended without being waited for; their boxes end with the trace.")

@@ -72,9 +72,7 @@ class StepTrace:
         if self._ledger.recorder is not None:
             raise ApplyError("steps are being recorded already", fix="end that trace first")
         if self._has_profiler:
-            most = MOST_OPERATORS // self._group.size
-            self._operators = OperatorRecorder(self._clock, self._model.world.device, most)
-            self._operators.start()
+            self._start_operators()
         try:
             self._readings = [self._read_clocks()]
         except BaseException:
@@ -84,6 +82,23 @@ class StepTrace:
         self._recorder = self._ledger.recorder = SpanRecorder(self._clock)
         self._recorder.first_step = self._first_step
         self._recorder.note_thread()  # the one that computes comes first
+
+    def _start_operators(self) -> None:
+        """Start torch.profiler on all ranks, or on none: those that it runs on would wait for the others otherwise."""
+        operators, failure = None, None
+        try:
+            operators = OperatorRecorder(self._clock, self._model.world.device, MOST_OPERATORS // self._group.size)
+        except ApplyError as error:
+            failure = error
+        has_failed = torch.tensor([failure is not None], dtype=torch.int32, device=self._device)
+        with self._ledger.of_checks():
+            self._group.all_reduce(has_failed, "max")
+        if operators is None or int(has_failed):
+            raise failure or ApplyError(
+                "torch.profiler runs already on another rank (rule: one at a time)", fix="trace without `profiler`"
+            )
+        operators.start()
+        self._operators = operators
 
     def stop(self) -> None:
         """Stop recording; nothing is exchanged."""

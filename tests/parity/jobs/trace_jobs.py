@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -43,7 +44,7 @@ def traced_and_counted(name: str, plan: str, path: str) -> dict[str, Any]:
 
 
 def profiled(name: str, plan: str, path: str) -> tuple[list[float], str]:
-    """Trace two steps with torch.profiler added; return their losses, and what tracing raises beside another profiler."""
+    """Trace two steps with torch.profiler added; return their losses, and what tracing raises beside rank 0's own profiler."""
     case = cases.CASES[name]
     with mw.apply_plan(case.build, plan, loss_fn=case.loss_fn, optimizer=_SGD, sentinel_every=0) as model:
         batches = [mw.split_batch(batch, model) for batch in case.batches(8)]
@@ -51,7 +52,8 @@ def profiled(name: str, plan: str, path: str) -> tuple[list[float], str]:
         with mw.trace_steps(model, path, profiler=True):
             losses += [model.step(batch).loss for batch in batches[1:]]
         text = ""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        on_one_rank = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with on_one_rank if model.world.rank == 0 else contextlib.nullcontext():
             try:
                 with mw.trace_steps(model, path, profiler=True):
                     pass
