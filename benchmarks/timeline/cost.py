@@ -16,6 +16,7 @@ twentieth of what "on x20" adds, that of one hook a fiftieth: so a cost far belo
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import itertools
 import json
@@ -81,14 +82,14 @@ class Repeating(SpanRecorder):
 
         self.now = now
 
-    def add(self, kind: str, name: object, begin: int, details: dict[str, Any] | None = None) -> None:
+    def add(self, kind: str, name: object, begin: int, details: Any = None) -> None:
         for other in self.others:
-            other.add(kind, name, begin, None if details is None else dict(details))
+            other.add(kind, name, begin, copy.copy(details))
         super().add(kind, name, begin, details)
 
-    def begin_flight(self, name: str, details: dict[str, Any]) -> Any:
+    def begin_flight(self, name: str, details: Any) -> Any:
         for other in self.others:
-            other.begin_flight(name, dict(details))
+            other.begin_flight(name, details)
         return super().begin_flight(name, details)
 
 

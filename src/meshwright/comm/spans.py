@@ -19,6 +19,20 @@ MOST_SPANS: Final = 200_000
 
 WAIT: Final = "wait"
 
+Details = dict[str, Any] | tuple[Any, ...] | None
+"""What a span tells: plain data; or an exchange's, of which `plain_details` makes that after the traced steps."""
+
+
+def plain_details(details: Details) -> dict[str, Any] | None:
+    """Return plain data. An exchange's are its group, bytes, whether it is a check, its peer's rank in the group, and words."""
+    if not isinstance(details, tuple):
+        return details
+    group, tensor_bytes, is_check, peer, *words = details
+    found: dict[str, Any] = {"bytes": tensor_bytes, "axis": group.axis, "ranks": group.ranks, "check": is_check}
+    if peer is not None:
+        found["peer"] = group.ranks[peer]
+    return found | dict.fromkeys(words, True)
+
 
 class SpanRecorder:
     """Records one rank's spans.
@@ -29,7 +43,7 @@ class SpanRecorder:
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.now = clock
-        self.spans: list[tuple[str, object, int, int, int, dict[str, Any] | None]] = []
+        self.spans: list[tuple[str, object, int, int, int, Details]] = []
         """Kind, what has the name as its text, begin and end [ns], thread, details; in the order of their ends."""
         self.flights: list[Flight] = []
         """Exchanges beside computation, in the order of their starts."""
@@ -40,14 +54,14 @@ class SpanRecorder:
         self.num_left_out = 0
         """Spans that there was no room for [count]."""
 
-    def add(self, kind: str, name: object, begin: int, details: dict[str, Any] | None = None) -> None:
+    def add(self, kind: str, name: object, begin: int, details: Details = None) -> None:
         """Record a span of the calling thread that ends now.
 
         Args:
             kind: "forward", "wait" and so on; see `spec/timeline.py`.
             name: What stands in its box, or what has that as its text, which is asked for after the traced steps.
             begin: When it began, by `now` [ns].
-            details: Plain data.
+            details: What it tells.
         """
         end = self.now()
         thread = get_ident()
@@ -58,7 +72,7 @@ class SpanRecorder:
             return
         self.spans.append((kind, name, begin, end, thread, details))
 
-    def begin_flight(self, name: str, details: dict[str, Any]) -> Flight | None:
+    def begin_flight(self, name: str, details: tuple[Any, ...]) -> Flight | None:
         """Record the start of an exchange beside computation; None where there is no room."""
         if len(self.flights) >= MOST_SPANS:
             self.num_left_out += 1
@@ -80,7 +94,7 @@ class Flight:
 
     __slots__ = ("begin", "details", "end", "name", "recorder", "thread")
 
-    def __init__(self, recorder: SpanRecorder, name: str, details: dict[str, Any], thread: int) -> None:
+    def __init__(self, recorder: SpanRecorder, name: str, details: tuple[Any, ...], thread: int) -> None:
         self.recorder = recorder
         self.name = name
         self.details = details
@@ -100,7 +114,7 @@ class Spanning:
 
     __slots__ = ("_begin", "_details", "_kind", "_name", "_recorder")
 
-    def __init__(self, recorder: SpanRecorder, kind: str, name: object, details: dict[str, Any] | None) -> None:
+    def __init__(self, recorder: SpanRecorder, kind: str, name: object, details: Details) -> None:
         self._recorder = recorder
         self._kind = kind
         self._name = name

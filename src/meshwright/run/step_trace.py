@@ -17,7 +17,7 @@ from meshwright._torch_private import cpu_backend_name
 from meshwright.checkpoint.durable import told_of, write_new_file
 from meshwright.comm.clocks import ClockReading, clock_name, read_clocks
 from meshwright.comm.communicator import Communicator
-from meshwright.comm.spans import SpanRecorder
+from meshwright.comm.spans import SpanRecorder, plain_details
 from meshwright.errors import ApplyError
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.profiled_operators import MOST_OPERATORS, OperatorRecorder
@@ -126,8 +126,10 @@ class StepTrace:
         mine = RankSpans(
             rank=self._group.rank,
             threads=recorder.threads,
-            spans=[(one[0], str(one[1]), *one[2:]) for one in recorder.spans],
-            flights=[(one.name, one.begin, one.end, one.thread, one.details) for one in recorder.flights],
+            spans=[(one[0], str(one[1]), *one[2:5], plain_details(one[5])) for one in recorder.spans],
+            flights=[
+                (one.name, one.begin, one.end, one.thread, plain_details(one.details) or {}) for one in recorder.flights
+            ],
             clock=[(one.at_ns, one.offset_ns, one.error_ns) for one in self._readings],
             num_left_out=recorder.num_left_out,
             operators=found,
