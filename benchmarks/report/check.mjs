@@ -90,8 +90,7 @@ for (const file of args) {
       await context.close();
       fs.rmSync(profile, { recursive: true, force: true });
       const undrawn = figures.filter((f) => f.inked < 200).map((f) => f.key);
-      const serious = violations.filter((v) => ["serious", "critical"].includes(v.impact));
-      const problems = [...errors, ...requests.map((r) => "request " + r), ...undrawn.map((k) => "not drawn: " + k), ...serious.map((v) => "axe " + v.id)];
+      const problems = [...errors, ...requests.map((r) => "request " + r), ...undrawn.map((k) => "not drawn: " + k), ...violations.map((v) => `axe ${v.impact} ${v.id}`)];
       if (wide > 0) problems.push(`${wide} px wider than the window`);
       if (dialogs) problems.push(`${dialogs} dialogs`);
       if (figures.length && keyboard !== "focused") problems.push("keyboard: " + keyboard);

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.library
+import torch.profiler
 import torch.utils.checkpoint
 import torch.utils.data
 from torch._subclasses.fake_tensor import (
@@ -56,6 +57,7 @@ __all__ = [
     "foreach_norm",
     "is_in_backward",
     "keep_forever",
+    "new_profiler",
     "num_users",
     "offer_monitored_barrier",
     "pytree",
@@ -134,30 +136,18 @@ foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 _ATEN = torch.ops.aten
-DEAR_OPERATORS = frozenset(
+_FUSED_ATTENTIONS = frozenset(
     {
-        _ATEN.mm.default,
-        _ATEN.addmm.default,
-        _ATEN.bmm.default,
-        _ATEN.baddbmm.default,
-        _ATEN.convolution.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_efficient_attention.default,
         _ATEN._scaled_dot_product_cudnn_attention.default,
     }
 )
+_PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default, _ATEN.convolution.default)
+DEAR_OPERATORS = frozenset({*_PRODUCTS, *_FUSED_ATTENTIONS})
 """Matrix products, convolutions and attention: what selective recompute does not do twice."""
-
-ATTENTIONS = frozenset(
-    {
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_efficient_attention.default,
-        _ATEN._scaled_dot_product_cudnn_attention.default,
-        _ATEN._scaled_dot_product_fused_attention_overrideable.default,
-    }
-)
+ATTENTIONS = _FUSED_ATTENTIONS | {_ATEN._scaled_dot_product_fused_attention_overrideable.default}
 """Attention in one call, which keeps no scores."""
 GROUPED_MM = _ATEN._grouped_mm.default
 """Products of a group of rows each with a matrix of its own: experts."""
@@ -177,6 +167,14 @@ def write_back(tensor: torch.Tensor, values: torch.Tensor, version: int) -> None
     with torch.no_grad():
         tensor.detach().copy_(values)
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def new_profiler(activities: set[torch.profiler.ProfilerActivity]) -> torch.profiler.profile | None:
+    """Return a profiler that sees all threads of this process; None where another one runs, which two at once damage."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return None
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    return torch.profiler.profile(activities=activities, experimental_config=threads)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -67,6 +67,9 @@ def train(
         str | None,
         typer.Option(metavar="STEPS", help='Record these steps, as in "10" or "10-12": runs/NAME/trace.json.'),
     ] = None,
+    profiler: Annotated[
+        bool, typer.Option("--profiler", help="Add torch.profiler's operators to these steps, which makes them longer.")
+    ] = False,
 ) -> None:
     """Train a model: runs/NAME/ gets events.jsonl, record.json, report.html and checkpoints/."""
     from meshwright.train.config.deepspeed import show_rows
@@ -74,6 +77,7 @@ def train(
     from meshwright.train.launcher import run_training
 
     traced = [] if trace is None else [f"train.trace='{trace}'"]
+    traced += ["train.profiler=true"] if profiler else []
     loaded = load_config(config, [*(settings or []), *traced], plan=plan, devices=devices)
     show_rows(loaded.plan_rows, sys.stdout)
     for note in loaded.notes:

@@ -56,6 +56,40 @@ def test_a_plan_of_one_process_is_traced_without_ranks(plan: str, tmp_path: Path
     assert len({event["tid"] for event in forwards}) == 1 + ("data" in plan)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,micro_batches=2,schedule=zb-h1", "data_parallel"])
+def test_operators_of_the_profiler_lie_in_the_spans_of_their_thread(plan: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    if plan == "data_parallel":
+        found = [trace_jobs.profiled("mlp", str(mw.Plan.parse(plan, num_devices=2)), str(path))]
+    else:
+        found = testing.run_ranks(trace_jobs.profiled, mw.Plan.parse(plan).num_ranks, "mlp", plan, str(path))
+    for losses, text in found:
+        assert losses == found[0][0]
+        assert "profiler runs already" in text
+    trace = trace_jobs.read(str(path))
+    assert trace_format.faults_of(trace) == []
+    events = trace["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    tracks = {(pid, name): (pid, tid) for (pid, tid), name in names.items()}
+    linear = [e for e in events if e.get("cat") == "operator" and e["name"] in ("aten::addmm", "aten::linear")]
+    assert len({e["pid"] for e in linear}) == len(found)
+    if plan == "data_parallel":  # of all threads, and not of that alone which has started the profiler
+        assert all("replica" in names[e["pid"], e["tid"]] for e in linear)
+    for one in linear:
+        thread = names[one["pid"], one["tid"]].removeprefix("operators of ")
+        track = tracks[one["pid"], thread]
+        slack_us = 1e6 * trace["otherData"]["clocks"][str(one["pid"])]["operators_error_s"] + 0.1
+        assert any(
+            span["ts"] - slack_us <= one["ts"] and one["ts"] + one["dur"] <= span["ts"] + span["dur"] + slack_us
+            for span in events
+            if span.get("cat") == "forward" and (span["pid"], span["tid"]) == track
+        )
+    read = read_trace(tmp_path, trace["otherData"]["id"])
+    assert read.num_damaged == 0
+    assert all(span.kind != "operator" for span in read.spans)
+    assert "torch.profiler ran" in " ".join(draw_step(read, steps_of(read), None).remarks)
+
+
 def recorded(trace, rank):
     """Return calls and bytes of a rank's exchanges by "collective axis", messages of a pipeline's notes left out."""
     counts = defaultdict(lambda: [0, 0])

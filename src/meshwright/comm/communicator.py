@@ -76,7 +76,7 @@ class Pending:
         if work is None:
             return
         start = time.perf_counter()
-        details = None if self._flight is None else self._flight.details | {"async": True}
+        details = None if self._flight is None else (*self._flight.details, "async")
         self._communicator.run_waiting(self._name, lambda: self._communicator.wait_for(work), details)
         if self._flight is not None:
             self._flight.is_over()
@@ -154,14 +154,12 @@ class Communicator:
             return torch.device("cpu")
         return device or torch.device("cuda", torch.cuda.current_device())
 
-    def span_details(self, tensor_bytes: int, peer: int | None = None) -> dict[str, Any] | None:
-        """Return what an exchange's span tells; None where nothing is recorded."""
-        if self.ledger.recorder is None:
-            return None
-        details = {"bytes": tensor_bytes, "axis": self.axis, "ranks": self.ranks, "check": self.ledger.is_aside}
-        return details if peer is None else details | {"peer": self.ranks[peer]}
+    def span_details(self, tensor_bytes: int, peer: int | None = None) -> tuple[Any, ...] | None:
+        """Return what an exchange's span tells, for `plain_details`; None where nothing is recorded."""
+        ledger = self.ledger
+        return None if ledger.recorder is None else (self, tensor_bytes, ledger.aside > 0, peer)
 
-    def run_waiting(self, name: str, wait: Callable[[], Any], details: dict[str, Any] | None = None) -> Any:
+    def run_waiting(self, name: str, wait: Callable[[], Any], details: tuple[Any, ...] | None = None) -> Any:
         """Call a function that waits for peers: a lost peer is named, and with `span_details` the wait is recorded."""
         recorder = None if details is None else self.ledger.recorder
         begin = 0 if recorder is None else recorder.now()

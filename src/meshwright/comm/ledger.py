@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
-from meshwright.comm.spans import Spanning, SpanRecorder
+from meshwright.comm.spans import Details, Spanning, SpanRecorder
 
 __all__: list[str] = []
 
@@ -84,31 +84,30 @@ class Ledger:
     """The same of checks of the numbers, which come in some steps and belong to no step's formula."""
     recorder: SpanRecorder | None = None
     """Records what this rank does, in the steps that are traced; None in all others."""
-    _aside: int = 0
+    aside: int = 0
+    """Contexts in which exchanges count as checks [count]."""
 
     @contextlib.contextmanager
     def of_checks(self) -> Iterator[None]:
         """Count exchanges inside the context as checks."""
-        self._aside += 1
+        self.aside += 1
         try:
             yield
         finally:
-            self._aside -= 1
+            self.aside -= 1
 
     @property
     def is_aside(self) -> bool:
         """Whether exchanges count as checks now."""
-        return self._aside > 0
+        return self.aside > 0
 
-    def span(
-        self, kind: str, name: str, details: dict[str, Any] | None = None
-    ) -> contextlib.AbstractContextManager[object]:
+    def span(self, kind: str, name: object, details: Details = None) -> contextlib.AbstractContextManager[object]:
         """Return a context whose time is recorded where steps are traced, and which does nothing elsewhere.
 
         Args:
             kind: As for `SpanRecorder.add`.
-            name: What stands in its box.
-            details: Plain data.
+            name: As for `SpanRecorder.add`.
+            details: What it tells.
         """
         return _NOTHING if self.recorder is None else Spanning(self.recorder, kind, name, details)
 
@@ -121,7 +120,7 @@ class Ledger:
             tensor_bytes: Size of the tensor [bytes].
             num_ranks: Ranks that take part [count].
         """
-        entries = self.checks if self._aside else self.entries
+        entries = self.checks if self.aside else self.entries
         entry = entries.get((collective, axis))
         if entry is None:
             entry = entries[(collective, axis)] = LedgerEntry()

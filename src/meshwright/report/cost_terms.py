@@ -42,13 +42,16 @@ class CostTerm:
         return self.measured / self.predicted
 
 
-def time_terms(prediction: Prediction, measurement: Measurement | None, load_s: float | None) -> list[CostTerm]:
+def time_terms(
+    prediction: Prediction, measurement: Measurement | None, load_s: float | None, *, is_one_process: bool = False
+) -> list[CostTerm]:
     """Return the terms of a step's time.
 
     Args:
         prediction: The prediction.
         measurement: The measurement, if there was one.
         load_s: Median wait for data in a step; None where it was not told [s].
+        is_one_process: Whether the plan's devices belong to one process, which does not see which of them waits.
     """
     time = prediction.time
     step_s = measurement.step_s if measurement is not None else None
@@ -58,28 +61,47 @@ def time_terms(prediction: Prediction, measurement: Measurement | None, load_s: 
     if step_s is not None and wait_s is not None:
         compute_s = max(0.0, step_s - wait_s - (load_s or 0.0))
     computing = time.forward_s + time.backward_s + time.recompute_s + time.optimizer_s
+    waiting = time.bubble_s + time.exposed_comm_s
+    parts = [("forward", time.forward_s), ("backward", time.backward_s), ("recompute", time.recompute_s)]
+    of_computing = _parts_of([*parts, ("optimizer", time.optimizer_s)])
+    of_waiting = _parts_of([("pipeline bubble", time.bubble_s), ("exposed communication", time.exposed_comm_s)])
+    if is_one_process:
+        terms = [
+            CostTerm(
+                name="computing and waiting",
+                predicted=computing + waiting,
+                measured=None if step_s is None else max(0.0, step_s - (load_s or 0.0)),
+                note="the step without reading data; one process does not see which of its devices waits",
+            ),
+            *of_computing,
+            *of_waiting,
+        ]
+    else:
+        terms = [
+            CostTerm(
+                name="computing",
+                predicted=computing,
+                measured=compute_s,
+                note="the step without waiting and without reading data",
+            ),
+            *of_computing,
+            CostTerm(
+                name="waiting",
+                predicted=waiting,
+                measured=wait_s,
+                note="time for which a rank stood still for exchanges and other stages, mean over ranks",
+            ),
+            *of_waiting,
+        ]
     return [
-        CostTerm(
-            name="computing",
-            predicted=computing,
-            measured=compute_s,
-            note="the step without waiting and without reading data",
-        ),
-        CostTerm(name="forward", predicted=time.forward_s, measured=None, is_part=True),
-        CostTerm(name="backward", predicted=time.backward_s, measured=None, is_part=True),
-        CostTerm(name="recompute", predicted=time.recompute_s, measured=None, is_part=True),
-        CostTerm(name="optimizer", predicted=time.optimizer_s, measured=None, is_part=True),
-        CostTerm(
-            name="waiting",
-            predicted=time.bubble_s + time.exposed_comm_s,
-            measured=wait_s,
-            note="time for which a rank stood still for exchanges and other stages, mean over ranks",
-        ),
-        CostTerm(name="pipeline bubble", predicted=time.bubble_s, measured=None, is_part=True),
-        CostTerm(name="exposed communication", predicted=time.exposed_comm_s, measured=None, is_part=True),
+        *terms,
         CostTerm(name="reading data", predicted=None, measured=load_s, note="not predicted"),
         CostTerm(name="step", predicted=prediction.step_s, measured=step_s, is_total=True, note="median"),
     ]
+
+
+def _parts_of(parts: list[tuple[str, float]]) -> list[CostTerm]:
+    return [CostTerm(name=name, predicted=predicted, measured=None, is_part=True) for name, predicted in parts]
 
 
 def memory_terms(prediction: Prediction, measurement: Measurement | None) -> list[CostTerm]:

@@ -88,12 +88,13 @@ def min_max_buckets(
 
 
 def statistics_row(values: np.ndarray) -> list[float | None]:
-    """Return first, lowest, quartile, median, quartile, highest and last of what is finite."""
+    """Return first, lowest, quartile, median, quartile, highest and last; None for a first or last one that is not finite."""
     known = values[~np.isnan(values)]
     if not known.size:
         return [None] * 7
     low, median, high = np.percentile(known, [25, 50, 75])
-    return [float(one) for one in (known[0], known.min(), low, median, high, known.max(), known[-1])]
+    found = (values[0], known.min(), low, median, high, known.max(), values[-1])
+    return [None if np.isnan(one) else float(one) for one in found]
 
 
 def run_figures(run: RunFiles, key: str) -> list[Figure]:

@@ -104,7 +104,8 @@
     const SIZE = 100, count = columns[0].length;
     let page = 0;
     const bar = document.createElement("p"), place = document.createElement("span"), table = document.createElement("table"), wrap = document.createElement("div");
-    wrap.className = "scroll"; wrap.tabIndex = 0; wrap.setAttribute("role", "region"); wrap.setAttribute("aria-label", title + ": rows");
+    const which = (holder.closest("section").querySelector("h2, h3").textContent.match(/^\d+: /) || [""])[0];  // of several runs
+    wrap.className = "scroll"; wrap.tabIndex = 0; wrap.setAttribute("role", "region"); wrap.setAttribute("aria-label", which + title + ": rows");
     place.setAttribute("aria-live", "polite");
     const button = (text, by) => {
       const b = document.createElement("button");

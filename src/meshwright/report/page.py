@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import secrets
 import unicodedata
@@ -29,6 +30,7 @@ from meshwright.report.pictures import draw_bars, draw_mesh
 from meshwright.report.plan_view import view_plan
 from meshwright.report.run_files import RunFiles, read_run
 from meshwright.report.step_picture import LEFT, TIME_COLUMNS, WIDTH, picture_step
+from meshwright.spec.record import Measurement
 from meshwright.units import format_bytes, format_seconds
 
 __all__: list[str] = []
@@ -241,6 +243,7 @@ def _run_view(run: RunFiles, key: str, *, with_every_step: bool) -> dict[str, An
         "every_step": every_step(run) if with_every_step else None,
         "facts": _facts(run),
         "outcome": outcome_of(run) or "not ended, or its end was not told: it may be running, or it was killed",
+        "remarks": _remarks(run),
         "failures": [event for event in run.remarkable if event["event"] == "failed"],
         "history": [
             _history_line(event) for event in run.remarkable if event["event"] not in ("run_started", "failed")
@@ -252,7 +255,8 @@ def _run_view(run: RunFiles, key: str, *, with_every_step: bool) -> dict[str, An
         "terms": [],
     }
     if prediction is not None:
-        time = time_terms(prediction, measurement, median_load_s(run))
+        is_one_process = plan is not None and plan.mode != "ranks"
+        time = time_terms(prediction, measurement, median_load_s(run), is_one_process=is_one_process)
         memory = memory_terms(prediction, measurement)
         sent = traffic_terms(prediction, measurement)
         view["terms"] = [
@@ -270,6 +274,24 @@ def _run_view(run: RunFiles, key: str, *, with_every_step: bool) -> dict[str, An
         for table in view["terms"]:
             table["bars"] = _term_bars(table["terms"], table["unit"])
     return view
+
+
+def _remarks(run: RunFiles) -> list[str]:
+    """Return what a curve does not show: steps without a loss, and steps that changed no parameter."""
+    remarks: list[str] = []
+    for series, word in ((run.steps, "loss"), (run.evaluations, "held-out loss")):
+        gaps = [step for step, value in zip(series.steps, series.columns["loss"], strict=True) if math.isnan(value)]
+        if gaps:
+            remarks.append(
+                f"The {word} is not a finite number in {len(gaps):,} of {len(series):,} cases, first at step {gaps[0]}: "
+                "a gap in the curve."
+            )
+    if run.skipped:
+        remarks.append(
+            f"{len(run.skipped):,} of {len(run.steps):,} steps were skipped, since the loss or a gradient was not finite: "
+            f"first step {run.skipped[0]}, last step {run.skipped[-1]}."
+        )
+    return remarks
 
 
 def _term_bars(terms: Sequence[Any], unit: str) -> list[Any]:
@@ -301,10 +323,20 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
         if value is not None:
             facts.append((label, f"{value:,}" if isinstance(value, int) else short(value)))
     measurement = record.measurement if record is not None else None
+    if run.skipped:
+        facts.append(("skipped steps", f"{len(run.skipped):,}"))
+    if run.steps.since_when_not_finite("loss") is not None:
+        facts.append(("last loss", "not a finite number"))
+    elif measurement is not None and measurement.loss is not None:
+        facts.append(("last loss", f"{measurement.loss:.6g}"))
+    return facts + _measured_facts(run, measurement)
+
+
+def _measured_facts(run: RunFiles, measurement: Measurement | None) -> list[tuple[str, str]]:
+    record = run.record
+    facts: list[tuple[str, str]] = []
     if measurement is None:
         return facts
-    if measurement.loss is not None:
-        facts.append(("last loss", f"{measurement.loss:.6g}"))
     if (step_s := measurement.step_s) is not None:
         facts.append(("median step", format_seconds(step_s)))
     for label, rate in (("samples/s", measurement.samples_per_s), ("tokens/s", measurement.tokens_per_s)):

@@ -74,6 +74,15 @@ class Series:
         """Remove all."""
         self.drop_after(-1)
 
+    def since_when_not_finite(self, name: str) -> int | None:
+        """Return the step from which on a column has no finite number; None where its last one is finite."""
+        column, found = self.columns[name], None
+        for place in range(len(column) - 1, -1, -1):
+            if not math.isnan(column[place]):
+                break
+            found = self.steps[place]
+        return found
+
 
 @dataclasses.dataclass(slots=True)
 class RunFiles:
@@ -87,6 +96,8 @@ class RunFiles:
     """The event of the run's start, or of the last resumption."""
     steps: Series = dataclasses.field(default_factory=lambda: Series(STEP_FIELDS))
     evaluations: Series = dataclasses.field(default_factory=lambda: Series(EVALUATION_FIELDS))
+    skipped: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    """Steps that left the parameters as they were."""
     remarkable: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])
     """Events of other kinds, in their order."""
     problems: list[str] = dataclasses.field(default_factory=list[str])
@@ -286,6 +297,8 @@ class EventReader:
                 self._note_damage(number, line, why="its step was told before")
             else:
                 series.append(cast("int", step), fields)
+                if kind == "step" and fields.get("skipped") is True:
+                    self._run.skipped.append(cast("int", step))
         else:
             self._take_other(kind, fields)
 
@@ -304,12 +317,14 @@ class EventReader:
         if kind == "run_started":
             run.steps.clear()
             run.evaluations.clear()
+            del run.skipped[:]
             run.remarkable.clear()
             self._kept.clear()
             run.start = fields
         elif kind == "resumed":
             run.steps.drop_after(fields["step"])
             run.evaluations.drop_after(fields["step"])
+            run.skipped = array("q", (step for step in run.skipped if step <= fields["step"]))
             run.start = fields
         elif kind == "planned":
             self._take_plan(fields)

@@ -135,6 +135,7 @@ def picture_step(run: RunFiles) -> StepPicture | None:
 def draw_step(trace: ReadTrace, steps: Sequence[TracedStep], plan: Plan | None) -> StepPicture:
     """Return the picture of the step of median length."""
     step = middle_step(steps)
+    sees_idle = plan is None or plan.mode == "ranks"
     schedule = _schedule_of(plan, step)
     simulation = None
     if schedule is not None:
@@ -158,17 +159,25 @@ def draw_step(trace: ReadTrace, steps: Sequence[TracedStep], plan: Plan | None) 
         lanes=lanes,
         simulated=simulated,
         ticks=_ticks(longest, scale),
-        times=tuple(_time_row(one, step) for one in step.ranks),
+        times=tuple(_time_row(one, step, sees_idle=sees_idle) for one in step.ranks),
         exchanges=_exchange_rows(step),
-        steps=tuple((str(one.number), format_seconds(one.seconds), f"{one.idle_fraction:.1%}") for one in steps),
-        verdict=_verdict(step, bubble),
+        steps=tuple(
+            (str(one.number), format_seconds(one.seconds), f"{one.idle_fraction:.1%}" if sees_idle else "-")
+            for one in steps
+        ),
+        verdict=_verdict(step, bubble, sees_idle=sees_idle),
         remarks=tuple(remarks),
         idle_fraction=step.idle_fraction,
         simulated_idle_fraction=bubble,
     )
 
 
-def _verdict(step: TracedStep, bubble: float | None) -> str:
+def _verdict(step: TracedStep, bubble: float | None, *, sees_idle: bool) -> str:
+    if not sees_idle:
+        return (
+            f"Step {step.number} took {format_seconds(step.seconds)} in one process, which does not see for how long its "
+            "devices were idle."
+        )
     text = f"Step {step.number} took {format_seconds(step.seconds)}; ranks were idle for {step.idle_fraction:.1%} of it"
     if bubble is None:
         return f"{text}."
@@ -191,6 +200,12 @@ def _remarks(trace: ReadTrace, step: TracedStep) -> list[str]:
     if trace.about.get("device") == "cuda":
         remarks.append(
             "Ranks on GPUs: these are the host's times, when work was given to the GPU and when the host waited for it."
+        )
+    num_operators = trace.about.get("num_operators")
+    if isinstance(num_operators, int):
+        remarks.append(
+            "torch.profiler ran in these steps, which makes them longer and takes memory: "
+            f"{num_operators} operators are in trace.json."
         )
     if any(flight.details.get("end") == "not seen" for one in step.ranks for flight in one.flights):
         remarks.append("Some exchanges ended without being waited for; their boxes end with the trace.")
@@ -318,10 +333,11 @@ def _ticks(longest: float, scale: float) -> tuple[tuple[float, str], ...]:
     )
 
 
-def _time_row(one: RankStep, step: TracedStep) -> tuple[str, ...]:
+def _time_row(one: RankStep, step: TracedStep, *, sees_idle: bool) -> tuple[str, ...]:
     own = [sum(one.own_s.get(kind, 0.0) for kind in kinds) for _, kinds in TIME_COLUMNS]
     idle = 1.0 - one.busy_s / step.seconds if step.seconds > 0 else 0.0
-    return (f"rank {one.rank}", *(format_seconds(seconds) if seconds > 0 else "-" for seconds in own), f"{idle:.1%}")
+    shown = [format_seconds(seconds) if seconds > 0 else "-" for seconds in own]
+    return (f"rank {one.rank}", *shown, f"{idle:.1%}" if sees_idle else "-")
 
 
 def _purpose(details: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeGuard, cast
 
 from meshwright.errors import ConfigError
 from meshwright.report.run_files import read_json_file
-from meshwright.spec.timeline import FORMAT, KINDS, TRACE_FILE
+from meshwright.spec.timeline import FORMAT, KINDS, OPERATOR, TRACE_FILE
 
 __all__: list[str] = []
 
@@ -102,6 +102,8 @@ def _take(trace: ReadTrace, event: Mapping[str, Any], begun: dict[str, TraceSpan
             trace.threads[rank, track] = str(_mapping(event.get("args")).get("name", ""))
         return True
     kind, begin = event.get("cat"), event.get("ts")
+    if kind == OPERATOR:  # torch.profiler's, which the page does not draw
+        return True
     if kind not in KINDS or not _is_time(begin):
         return False
     details = _mapping(event.get("args"))

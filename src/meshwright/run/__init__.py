@@ -15,6 +15,7 @@ sentinels/      comparison of what ranks must have alike, during training
 checkpoints/    save_checkpoint and load_checkpoint
 result          result of a step
 step_trace      trace of some steps, of all ranks on one clock
+profiled_operators  operators of traced steps by torch.profiler, on the rank's clock
 accumulate      GradientAccumulation, for users' own loops
 optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout

@@ -172,7 +172,9 @@ class ParallelModel:
 
     def _recorded(self) -> contextlib.AbstractContextManager[object]:
         recorder = self.ledger.recorder
-        step = self.num_steps + 1 + (0 if recorder is None else recorder.first_step)
+        if recorder is None:
+            return contextlib.nullcontext()
+        step = self.num_steps + 1 + recorder.first_step
         return self.ledger.span("step", f"step {step}", {"step": step})
 
     def evaluate(self, batch: Any) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from meshwright._torch_private import cpu_backend_name
 from meshwright.checkpoint.durable import told_of, write_new_file
 from meshwright.comm.clocks import ClockReading, clock_name, read_clocks
 from meshwright.comm.communicator import Communicator
-from meshwright.comm.spans import SpanRecorder
+from meshwright.comm.spans import SpanRecorder, plain_details
 from meshwright.errors import ApplyError
 from meshwright.run.parallel_model import ParallelModel
+from meshwright.run.profiled_operators import MOST_OPERATORS, OperatorRecorder
 from meshwright.spec.timeline import RankSpans, chrome_trace
 
 __all__: list[str] = []
@@ -37,6 +38,7 @@ class StepTrace:
         first_step: Steps that were done before this process began, for the steps' numbers [count].
         clock: This rank's clock, which only moves forward [ns].
         clock_name: Its name; ranks with one name share it.
+        profiler: Whether torch.profiler's operators are recorded too, which makes the steps longer.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StepTrace:
         first_step: int = 0,
         clock: Callable[[], int] = time.monotonic_ns,
         clock_name: str = "",
+        profiler: bool = False,
     ) -> None:
         self._model = model
         self._ledger = model.ledger
@@ -54,6 +57,8 @@ class StepTrace:
         self._clock = clock
         self._clock_name = clock_name
         self._recorder: SpanRecorder | None = None
+        self._has_profiler = profiler
+        self._operators: OperatorRecorder | None = None
         self._readings: list[ClockReading] = []
         self._first_traced = 0
 
@@ -61,20 +66,46 @@ class StepTrace:
         """Compare clocks, and record from now on.
 
         Raises:
-            ApplyError: Steps are being recorded already.
+            ApplyError: Steps are being recorded already, or torch.profiler runs where it is to be added.
             LostPeerError: A peer is gone.
         """
         if self._ledger.recorder is not None:
             raise ApplyError("steps are being recorded already", fix="end that trace first")
-        self._readings = [self._read_clocks()]
+        if self._has_profiler:
+            self._start_operators()
+        try:
+            self._readings = [self._read_clocks()]
+        except BaseException:
+            self.stop()
+            raise
         self._first_traced = self._first_step + self._model.num_steps + 1
         self._recorder = self._ledger.recorder = SpanRecorder(self._clock)
         self._recorder.first_step = self._first_step
         self._recorder.note_thread()  # the one that computes comes first
 
+    def _start_operators(self) -> None:
+        """Start torch.profiler on all ranks, or on none: those that it runs on would wait for the others otherwise."""
+        operators, failure = None, None
+        try:
+            operators = OperatorRecorder(self._clock, self._model.world.device, MOST_OPERATORS // self._group.size)
+        except ApplyError as error:
+            failure = error
+        has_failed = torch.tensor([failure is not None], dtype=torch.int32, device=self._device)
+        with self._ledger.of_checks():
+            self._group.all_reduce(has_failed, "max")
+        if operators is None or int(has_failed):
+            raise failure or ApplyError(
+                "torch.profiler runs already on another rank (rule: one at a time)", fix="trace without `profiler`"
+            )
+        operators.start()
+        self._operators = operators
+
     def stop(self) -> None:
         """Stop recording; nothing is exchanged."""
         self._ledger.recorder = None
+        operators, self._operators = self._operators, None
+        if operators is not None:
+            operators.drop()
 
     def end(self, about: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Stop recording, and return the trace on rank 0, None on the others.
@@ -85,7 +116,9 @@ class StepTrace:
         Raises:
             LostPeerError: A peer is gone.
         """
+        operators, self._operators = self._operators, None
         self.stop()
+        found = None if operators is None else operators.stop()
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return None
@@ -93,10 +126,13 @@ class StepTrace:
         mine = RankSpans(
             rank=self._group.rank,
             threads=recorder.threads,
-            spans=recorder.spans,
-            flights=[(one.name, one.begin, one.end, one.thread, one.details) for one in recorder.flights],
+            spans=[(one[0], str(one[1]), *one[2:5], plain_details(one[5])) for one in recorder.spans],
+            flights=[
+                (one.name, one.begin, one.end, one.thread, plain_details(one.details) or {}) for one in recorder.flights
+            ],
             clock=[(one.at_ns, one.offset_ns, one.error_ns) for one in self._readings],
             num_left_out=recorder.num_left_out,
+            operators=found,
         )
         with self._ledger.of_checks():
             ranks = _gather(self._group, self._device, mine)
@@ -124,7 +160,7 @@ class StepTrace:
 
 
 @contextlib.contextmanager
-def trace_steps(model: ParallelModel, path: str | Path) -> Iterator[None]:
+def trace_steps(model: ParallelModel, path: str | Path, *, profiler: bool = False) -> Iterator[None]:
     """Record the steps taken inside the context, on all ranks, and write them as a Chrome trace; every rank enters it.
 
     The file opens in https://ui.perfetto.dev and in chrome://tracing: forward and backward of each micro-batch, exchanges with
@@ -134,13 +170,15 @@ def trace_steps(model: ParallelModel, path: str | Path) -> Iterator[None]:
     Args:
         model: The model.
         path: The file; one that is there is replaced.
+        profiler: Whether torch.profiler's operators of all threads, and kernels of a GPU, are added, on tracks of their own.
+            They make the steps longer.
 
     Raises:
-        ApplyError: Steps are being recorded already.
+        ApplyError: Steps are being recorded already, or torch.profiler runs where it is to be added.
         LostPeerError: A peer is gone.
         StorageError: The file cannot be written.
     """
-    trace = StepTrace(model)
+    trace = StepTrace(model, profiler=profiler)
     trace.begin()
     try:
         yield

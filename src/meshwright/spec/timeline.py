@@ -11,6 +11,8 @@ A process is a rank; its thread 0 is the one that computes. Kinds of spans:
     optimizer    the update
     wait         the thread stands still for an exchange, or a part of one
     exchange     an exchange beside computation, from its start to when it was known to be over
+
+With torch.profiler added, its events are of the kind "operator", on tracks of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +29,23 @@ FORMAT: Final = "meshwright timeline 1"
 KINDS: Final = (
     *("step", "load", "forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer", "wait", "exchange"),
 )
+OPERATOR: Final = "operator"
+"""Kind of torch.profiler's events."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankOperators:
+    """What torch.profiler has recorded on one rank, on its own clock.
+
+    Args:
+        tracks: Track -> name, begin and end [ns], in the order of their begins; what contains others comes first.
+        clock: Readings at the begin and at the end: its time, the rank's clock less it, bound of the error [ns].
+        num_left_out: Operators that there was no room for [count].
+    """
+
+    tracks: Mapping[str, Sequence[tuple[str, int, int]]]
+    clock: Sequence[tuple[int, int, int]]
+    num_left_out: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +59,7 @@ class RankSpans:
         flights: Name, begin, end or None [ns], thread, details.
         clock: Readings at the begin and at the end: own time, offset to rank 0's, bound of its error [ns].
         num_left_out: Spans that there was no room for [count].
+        operators: What torch.profiler has recorded; None where it was not asked.
     """
 
     rank: int
@@ -48,19 +68,25 @@ class RankSpans:
     flights: Sequence[tuple[str, int, int | None, int, Mapping[str, Any]]]
     clock: Sequence[tuple[int, int, int]]
     num_left_out: int = 0
+    operators: RankOperators | None = None
 
     def to_json(self) -> str:
         """Return it as JSON, for another rank."""
         # Without the copies of `asdict`: there may be 200,000 spans.
-        return json.dumps(
-            {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}, separators=(",", ":")
-        )
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        if self.operators is not None:
+            fields["operators"] = {
+                one.name: getattr(self.operators, one.name) for one in dataclasses.fields(self.operators)
+            }
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> RankSpans:
         """Read what `to_json` gave."""
         data: dict[str, Any] = json.loads(text)
         data["threads"] = {int(thread): name for thread, name in data["threads"].items()}
+        if data["operators"] is not None:
+            data["operators"] = RankOperators(**data["operators"])
         return cls(**data)
 
 
@@ -87,6 +113,7 @@ def chrome_trace(ranks: Iterable[RankSpans], about: Mapping[str, Any]) -> dict[s
     timed: list[tuple[int, int, dict[str, Any]]] = []
     clocks: dict[str, dict[str, float]] = {}
     num_left_out = 0
+    operators: dict[str, int] = {}
     for one in ranks:
         num_left_out += one.num_left_out
         clocks[str(one.rank)] = {
@@ -95,6 +122,12 @@ def chrome_trace(ranks: Iterable[RankSpans], about: Mapping[str, Any]) -> dict[s
         }
         named += _names(one)
         timed += _timed(one)
+        if one.operators is not None:
+            clocks[str(one.rank)]["operators_error_s"] = max(error for _, _, error in one.operators.clock) / 1e9
+            kept = sum(map(len, one.operators.tracks.values()))
+            for name, number in (("num_operators", kept), ("num_operators_left_out", one.operators.num_left_out)):
+                operators[name] = operators.get(name, 0) + number
+            timed += _timed_operators(one, one.operators)
     begin = min((at for at, _, _ in timed), default=0)
     timed.sort(key=lambda entry: entry[:2])  # what contains others stands before them
     for at, _, event in timed:
@@ -102,7 +135,7 @@ def chrome_trace(ranks: Iterable[RankSpans], about: Mapping[str, Any]) -> dict[s
     return {
         "traceEvents": [*named, *(event for _, _, event in timed)],
         "displayTimeUnit": "ms",
-        "otherData": {**about, "format": FORMAT, "clocks": clocks, "num_left_out": num_left_out},
+        "otherData": {**about, "format": FORMAT, "clocks": clocks, "num_left_out": num_left_out} | operators,
     }
 
 
@@ -112,8 +145,9 @@ def _names(one: RankSpans) -> list[dict[str, Any]]:
         {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
     ]
-    for track, name in enumerate(one.threads.values()):
-        text = "computing" if track == 0 else name
+    texts = ["computing" if track == 0 else name for track, name in enumerate(one.threads.values())]
+    texts += one.operators.tracks if one.operators is not None else ()
+    for track, text in enumerate(texts):
         events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": text}})
     return events
 
@@ -139,4 +173,15 @@ def _timed(one: RankSpans) -> list[tuple[int, int, dict[str, Any]]]:
         at, until = (common_time(one_end, one.clock) for one_end in (begin, max(last, begin) if end is None else end))
         args = dict(details) if end is not None else {**details, "end": "not seen"}
         found += [(at, 0, {"ph": "b", **place, "args": args}), (until, 0, {"ph": "e", **place})]
+    return found
+
+
+def _timed_operators(one: RankSpans, operators: RankOperators) -> list[tuple[int, int, dict[str, Any]]]:
+    """Return what `_timed` does, of torch.profiler's events: their clock, to the rank's, to the common one."""
+    found: list[tuple[int, int, dict[str, Any]]] = []
+    for track, spans in enumerate(operators.tracks.values(), len(one.threads)):
+        for name, begin, end in spans:
+            at, until = (common_time(common_time(time, operators.clock), one.clock) for time in (begin, end))
+            event = {"ph": "X", "cat": OPERATOR, "name": name, "pid": one.rank, "tid": track}
+            found.append((at, at - until, event | {"dur": (until - at) / 1e3}))
     return found

@@ -192,7 +192,7 @@ class _Session:
         loop_began = step_began = time.perf_counter()
         try:
             while self.step < train.steps and self.stop_reason is None:
-                trace.begin_step(self.step + 1)
+                step_began += trace.begin_step(self.step + 1)
                 self._enter("load")
                 with model.ledger.span("load", "load"):
                     batch = next(batches)

@@ -30,13 +30,17 @@ class RunTrace:
         self._path = config.run_directory / TRACE_FILE
         self._model = model
         self._first_step = first_step
+        self._has_profiler = config.train.profiler
         self._trace: StepTrace | None = None
 
-    def begin_step(self, step: int) -> None:
-        """Begin to record where this step is the first one to be recorded."""
-        if self._steps and step == self._steps[0]:
-            self._trace = StepTrace(self._model, first_step=self._first_step)
-            self._trace.begin()
+    def begin_step(self, step: int) -> float:
+        """Begin to record where this step is the first one to be recorded; return how long that took [s]."""
+        if not self._steps or step != self._steps[0]:
+            return 0.0
+        began = time.perf_counter()
+        self._trace = StepTrace(self._model, first_step=self._first_step, profiler=self._has_profiler)
+        self._trace.begin()
+        return time.perf_counter() - began
 
     def end_step(self, step: int, *, is_end: bool) -> list[dict[str, Any]]:
         """Write the trace after the last of the steps, or where the run ends; return the events that tell of it.

@@ -93,7 +93,9 @@ def _numbers(watched: WatchedRun, bars: str) -> Text:
         ("peak_memory_bytes", "peak memory, rank 0", "bytes"),
     ):
         value = steps.columns[name][-1]
-        if not math.isnan(value):
+        if name == "loss" and math.isnan(value):
+            cells.append(f"loss not a finite number since step {steps.since_when_not_finite(name)}")
+        elif not math.isnan(value):
             text = format_seconds(value) if unit == "s" else format_bytes(value) if unit else f"{value:,.5g}"
             cells.append(f"{label} {text}")
     evaluations = watched.run.evaluations
@@ -121,8 +123,9 @@ def _curve(watched: WatchedRun, width: int, height: int, bars: str) -> Text:
         if bars is _ASCII_BARS or max(map(abs, values)) > _LARGEST_DRAWN:
             raise ImportError
     except ImportError:  # not there, or of another major release; or it cannot show these
-        return Text(f"{spark(values, width, bars)}\n{values[0]:.5g} at step {pairs[0][0]}, now {values[-1]:.5g}; lowest "
-                    f"{min(values):.5g}   (a curve with axes: pip install meshwright[watch])")  # fmt: skip
+        (first, _), (last, value) = pairs[0], pairs[-1]
+        told = f"{values[0]:.5g} at step {first}, {value:.5g} at step {last}; lowest {min(values):.5g}"
+        return Text(f"{spark(values, width, bars)}\n{told}   (a curve with axes: pip install meshwright[watch])")
     clear_figure()
     theme("clear")
     plotsize(width, height)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -40,6 +41,25 @@ def traced_and_counted(name: str, plan: str, path: str) -> dict[str, Any]:
                 found += [model.step(batch).loss for batch in batches[1:]]
             losses.append(found)
     return {"counted": counted, "losses": losses}
+
+
+def profiled(name: str, plan: str, path: str) -> tuple[list[float], str]:
+    """Trace two steps with torch.profiler added; return their losses, and what tracing raises beside rank 0's own profiler."""
+    case = cases.CASES[name]
+    with mw.apply_plan(case.build, plan, loss_fn=case.loss_fn, optimizer=_SGD, sentinel_every=0) as model:
+        batches = [mw.split_batch(batch, model) for batch in case.batches(8)]
+        losses = [model.step(batches[0]).loss]
+        with mw.trace_steps(model, path, profiler=True):
+            losses += [model.step(batch).loss for batch in batches[1:]]
+        text = ""
+        on_one_rank = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with on_one_rank if model.world.rank == 0 else contextlib.nullcontext():
+            try:
+                with mw.trace_steps(model, path, profiler=True):
+                    pass
+            except mw.ApplyError as error:
+                text = error.message
+        return losses, text
 
 
 def with_other_clocks(name: str, plan: str, offsets_ns: list[int], drift: float) -> dict[str, Any] | None:

@@ -60,3 +60,13 @@ def test_no_term_is_blamed_where_one_of_them_was_not_measured():
     assert "measured over predicted is 1.43" in told
     assert "Which term was wrong is not known" in told
     assert "not known" in verdict(memory_terms(record.prediction, record.measurement), are_bytes=True)
+
+
+def test_one_process_does_not_tell_its_devices_waits_from_their_work():
+    record = make_record()
+    terms = time_terms(record.prediction, record.measurement, 0.01, is_one_process=True)
+    (both,) = [term for term in terms if not term.is_part and not term.is_total and term.predicted]
+    assert both.name == "computing and waiting"
+    assert both.predicted == pytest.approx(0.35)
+    assert both.measured == pytest.approx(0.49)
+    assert "farthest off is computing and waiting: 140 ms more" in verdict(terms, are_bytes=False)

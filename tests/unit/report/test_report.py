@@ -159,6 +159,33 @@ def test_a_screen_reader_finds_its_way(make_run):
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
+def test_losses_that_are_not_finite_and_skipped_steps_are_told(make_run):
+    bad = {"loss": float("nan"), "skipped": True}
+    events = [started(), step(1), step(2, **bad), step(3), step(4, **bad), {"event": "finished", "step": 4}]
+    page = Page(render([read_run(make_run(events, make_record(measurement=None)))]))
+    text = " ".join(page.text.split())
+    assert "The loss is not a finite number in 2 of 4 cases, first at step 2" in text
+    assert "2 of 4 steps were skipped, since the loss or a gradient was not finite: first step 2, last step 4" in text
+    assert "last loss not a finite number" in text
+    assert "skipped steps 2" in text
+    assert "loss 5 1.6667 2.5 3.3333 4.1667 5 -" in text  # the last one is no number, and not the one before it
+
+
+def test_a_resumption_undoes_skipped_steps(make_run):
+    resumed = {"event": "resumed", "step": 1, "name": "run"}
+    run = read_run(make_run([started(), step(1), step(2, loss=float("nan"), skipped=True), resumed, step(2)]))
+    assert not run.skipped
+    assert run.steps.since_when_not_finite("loss") is None
+    assert "not a finite number" not in render([run])
+
+
+def test_tables_of_several_runs_have_names_of_their_own(make_run):
+    page = Page(render([read_run(make_run(name="a")), read_run(make_run(name="b"))]))
+    labels = [a["aria-label"] for _, a in page.tags if a.get("role") in ("region", "group")]
+    assert len(labels) > 10
+    assert len(labels) == len(set(labels))
+
+
 def test_the_numbers_are_those_of_the_record(make_run):
     text = " ".join(Page(render([read_run(make_run())])).text.split())
     for expected in ("last loss 1.25", "median step 500 ms", "tokens/s 128.0", "peak memory, fullest rank 1 GiB",

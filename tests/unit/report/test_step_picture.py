@@ -13,6 +13,7 @@ from meshwright.report.page import render
 from meshwright.report.run_files import read_run
 from meshwright.report.step_times import own_times, steps_of
 from meshwright.report.trace_read import TraceSpan, read_trace
+from meshwright.spec.plan import Plan
 from meshwright.spec.timeline import RankSpans, chrome_trace, common_time
 
 MS = 1_000_000
@@ -131,6 +132,14 @@ def test_numbers_that_no_field_holds_are_left_out(make_run):
     trace["otherData"]["clocks"] = {"0": {"error_s": 10**400}, "1": {"error_s": float("nan")}, "2": 3}
     run = read_run(traced_run(make_run, trace))
     assert "ranks were idle for 20.0%" in Page(render([run])).text
+
+
+def test_one_process_shows_no_idle_share(tmp_path):
+    (tmp_path / "trace.json").write_text(json.dumps(make_trace()))
+    trace = read_trace(tmp_path, "abc")
+    picture = step_picture.draw_step(trace, steps_of(trace), Plan.parse("mode=data_parallel,dp=2"))
+    assert "in one process, which does not see for how long its devices were idle" in picture.verdict
+    assert [row[-1] for row in (*picture.times, *picture.steps)] == ["-"] * (len(picture.times) + len(picture.steps))
 
 
 def test_a_run_without_a_trace_has_no_such_page(make_run):

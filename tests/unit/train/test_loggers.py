@@ -220,6 +220,14 @@ def test_the_loggers_module_needs_none_of_the_packages():
     assert set(PACKAGES) == {"tensorboard", "wandb", "mlflow", "csv"}
 
 
+@pytest.fixture
+def environment_put_back(monkeypatch):
+    """Variables that these libraries, and their loggers for them, set for the rest of the process."""
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "WANDB_SERVICE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 def test_tensorboard_reads_its_files_back(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -233,6 +241,7 @@ def test_tensorboard_reads_its_files_back(tmp_path):
     assert "train/tokens_per_s" in read.Tags()["scalars"]
 
 
+@pytest.mark.usefixtures("environment_put_back")
 def test_mlflow_reads_its_store_back(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -249,13 +258,17 @@ def test_mlflow_reads_its_store_back(tmp_path, monkeypatch):
     assert run.data.tags["resumed_after_step"] == "2"
 
 
+@pytest.mark.usefixtures("environment_put_back")
 def test_wandb_reads_its_offline_file_back(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    log_a_run("wandb", tmp_path, resumes=False)
+    try:
+        log_a_run("wandb", tmp_path, resumes=False)
+    finally:
+        wandb.teardown()  # its process lives until the end of this one otherwise
     (path,) = Path(tmp_path).glob("wandb/offline-run-*/*.wandb")
     losses, held_out = wandb_history(path)
     assert losses == [(1, 1.0), (2, 0.5), (3, 1 / 3)]

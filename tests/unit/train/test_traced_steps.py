@@ -23,6 +23,13 @@ def test_steps_that_are_not_taken_are_refused(folder) -> None:  # noqa: F811
     assert load(folder, "train.trace=8", "train.steps=8").train.trace == "8"
 
 
+def test_a_profiler_without_traced_steps_is_refused_with_a_fix(folder) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match=r"profiler = true without train\.trace") as caught:
+        load(folder, "train.profiler=true")
+    assert caught.value.fix == 'train.trace = "10"'
+    assert load(folder, "train.profiler=true", "train.trace=1").train.profiler
+
+
 def test_loggers_are_named(folder) -> None:  # noqa: F811
     assert load(folder, "train.log=['csv']").train.log == ("csv",)
     with pytest.raises(ConfigError, match="log"):

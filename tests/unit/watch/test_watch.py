@@ -235,6 +235,12 @@ def test_hostile_names_do_not_reach_the_terminal(folder):
     assert "[/] [red]" in text  # as text, not as rich's markup
 
 
+def test_a_loss_that_is_no_number_any_more_is_told(folder):
+    nan = float("nan")
+    path = folder(started(), step(1), step(2, loss=nan), step(3), step(4, loss=nan), step(5, loss=nan))
+    assert "loss not a finite number since step 4" in shown(RunFollower(path).look())
+
+
 def test_a_terminal_that_knows_ascii_alone_is_served(folder, monkeypatch):
     path = folder(started(name="größe"), *(step(number) for number in range(1, 9)), of_ranks=states({}))
     raw = io.BytesIO()
@@ -242,7 +248,7 @@ def test_a_terminal_that_knows_ascii_alone_is_served(folder, monkeypatch):
     watch_in_terminal(path)
     sys.stdout.flush()
     text = raw.getvalue().decode("ascii")
-    assert "now 0.625" in text
+    assert "0.625 at step 8" in text
     assert "| @" in text  # the curve's bars
 
 

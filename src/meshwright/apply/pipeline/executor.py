@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic
@@ -14,7 +13,6 @@ from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.pipeline.stage import Stage
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.schedule import ActionKind, PipelineSchedule
-from meshwright.schedule.action import Action
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -76,21 +74,18 @@ class ScheduleExecutor(Generic[TermT]):
         """Do everything, backward too where gradients are on, and return the losses that stages of this rank compute."""
         last = len(self._actions) - 1
         for place, action in enumerate(self._actions):
-            with self._recorded(action):
-                if action.kind is ActionKind.FORWARD:
-                    self._forward(action.stage, action.micro_batch)
-                    continue
+            recorder = self._stages[action.stage].ledger.recorder
+            begin = 0 if recorder is None else recorder.now()
+            if action.kind is ActionKind.FORWARD:
+                self._forward(action.stage, action.micro_batch)
+            else:
                 if place == last and self._arms_last:
                     self._arm()
                 self._backward(action.stage, action.micro_batch, action.kind)
+            if recorder is not None:
+                details = {"stage": action.stage, "micro_batch": action.micro_batch}
+                recorder.add(_KINDS[action.kind], action, begin, details)
         return [self._terms[index] for index in sorted(self._terms)]
-
-    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[object]:
-        ledger = self._stages[action.stage].ledger
-        if ledger.recorder is None:
-            return contextlib.nullcontext()
-        details = {"stage": action.stage, "micro_batch": action.micro_batch}
-        return ledger.span(_KINDS[action.kind], str(action), details)
 
     def _forward(self, stage: int, index: int) -> None:
         micro_batch = self._work.micro_batches[index]

@@ -223,9 +223,9 @@ class Post:
             raise OtherStageError(f"stage {route.source} has failed while stage {route.target} was waiting for it")
         return note
 
-    def _note_details(self, rank: int | None = None) -> dict[str, Any] | None:
+    def _note_details(self, rank: int | None = None) -> tuple[Any, ...] | None:
         details = self.group.span_details(FRAME_BYTES, rank)
-        return None if details is None else details | {"note": True}
+        return None if details is None else (*details, "note")
 
     def compare_counts(self, num_micro_batches: int, device: torch.device) -> None:
         """Tell the next rank of the pipeline how many micro-batches this one has, and compare with the one before.

@@ -41,9 +41,14 @@ def check_trace(config: TrainConfig) -> None:
     """Refuse steps that the run will not take.
 
     Raises:
-        ConfigError: `train.trace` cannot be read, or ends after the last step.
+        ConfigError: `train.trace` cannot be read, or ends after the last step; or a profiler is asked for without it.
     """
     steps = traced_steps(config.train.trace)
+    if config.train.profiler and not steps:
+        raise ConfigError(
+            "train.profiler = true without train.trace (rule: the profiler is added to traced steps)",
+            fix='train.trace = "10"',
+        )
     if steps and steps[-1] > config.train.steps:
         raise ConfigError(
             f"train.trace = {config.train.trace!r} and train.steps = {config.train.steps} (rule: traced steps are taken)",

@@ -163,6 +163,8 @@ class TrainSection(_Section):
     """How many devices a preset is spread over; None: this machine's cores."""
     trace: Annotated[str | None, BeforeValidator(_step_as_text)] = None
     """Steps that are recorded on all ranks, as in "10" or "10-12"; None: none."""
+    profiler: bool = False
+    """Whether torch.profiler's operators are added to these steps."""
     log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "csv"], ...], Field(strict=False)] = ()
     """Where the numbers of steps and evaluations go beside events.jsonl."""
     print_every: NonNegativeInt | None = None
