@@ -20,7 +20,7 @@ Made by `make cells`; `test_turns.py` compares it with what runs. Each line is a
 a test `test_equals_one_process`: the plan there, and the letter of its setting. A model meets every kind of plan that it
 fits once: data parallelism or ZeRO 1 or 2, ZeRO-3, tensor and pipeline. Plans and settings take turns, so each plan meets
 several models and several settings. Half of Hugging Face's models are in each column. Styles are ways to write a layer: each
-is cut over two or three ranks, and every eighth is in a pipeline, which takes layers whole.
+is cut over two or three ranks, and every sixth is in a pipeline, which takes layers whole.
 `make test-grid` runs every model under every plan with every setting.
 """
 
