@@ -16,8 +16,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from meshwright.ranks import joined_watch
-from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch, limit_connections
+from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch
 from meshwright.ranks.listening import interface_towards
+from meshwright.ranks.store_connections import limit_connections
 from meshwright.spec.rank_states import RankActivity, RankStates
 
 
