@@ -102,7 +102,8 @@ def _publish(world: World, store: Store, news: dict[str, Any], *, num_readers: i
     breaker.start()
     breaker.join(_NEWS_PATIENCE_S)
     if world.rank == 0:
-        _linger(store, num_readers)
+        # Another one's cause is read by this rank too, which would wait for itself.
+        _linger(store, num_readers if is_first else (_news(store, 0.0) or {}).get("readers", 0))
     return is_first
 
 
