@@ -24,6 +24,7 @@ from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.neighbours import Neighbours
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import scratch_file
+from meshwright.ranks.told import Missing, Told
 from meshwright.spec.rank_states import RankActivity
 
 if TYPE_CHECKING:
@@ -52,40 +53,6 @@ HOST_KEY = "here"
 """Before the rank's number: where it says its host's name as it comes."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Told:
-    """What a rank has told last."""
-
-    count: int
-    step: int
-    phase: str
-    exchange: str
-    """What it waits in; "" where it does not wait."""
-    waiting_s: float
-    end: str
-    """Why it tells nothing more; "" while it does."""
-    peer: int | None
-    """Which rank it has found at fault."""
-    pid: int
-    rss_bytes: int
-    progress_s: float
-    """Since its last progress [s]."""
-    num_waits: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Missing:
-    """Ranks that an exchange lacks."""
-
-    ranks: tuple[int, ...]
-    text: str
-
-    @property
-    def peer(self) -> int | None:
-        """The first of them; None where none is known."""
-        return self.ranks[0] if self.ranks else None
 
 
 class JoinedWatch:
@@ -184,9 +151,24 @@ class JoinedWatch:
                 working.append(rank)
             else:
                 state = f"waits in {told.exchange} for {told.waiting_s:.1f} s"
-            lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {_where(told)}")
+            lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {told.where()}")
         found = [ended] if ended is not None else silent or self._found_by_others(after) or left or working
-        return Missing(tuple(found), "\n".join(lines))
+        return Missing(tuple(found), "\n".join(lines), () if ended is not None else tuple(silent))
+
+    def end_stuck(self, rank: int) -> None:
+        """Kill a missing rank where that is of this host, and gives no sign of life.
+
+        It is stopped, or held in C code: it cannot end itself, and its launcher waits half a minute for it, or for ever.
+        """
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+            if not self._neighbours.knows(rank):
+                return
+            before = self._told(rank)
+            if self._is_over.wait(_SILENT_PERIODS * self.period_s):
+                return
+            told = self._told(rank)
+            if not told.end and told.count == before.count:
+                self._neighbours.kill(rank)
 
     def await_end(self, rank: int, limit_s: float) -> None:
         """Wait until a rank's process has ended, where that is of this host.
@@ -250,7 +232,7 @@ class JoinedWatch:
         self._count += 1
         waiting_s = time.monotonic() - beat.waiting_since if beat.is_waiting else 0.0
         exchange = _FAILED if self.has_given_up() else beat.collective
-        told = _Told(
+        told = Told(
             count=self._count,
             step=beat.step,
             phase=beat.phase,
@@ -294,9 +276,9 @@ class JoinedWatch:
         told = self._read_all(with_this=True)
         return [self._activity(rank, told.get(rank), now) for rank in range(self._world_size)]
 
-    def _activity(self, rank: int, told: _Told | None, now: float) -> RankActivity:
+    def _activity(self, rank: int, told: Told | None, now: float) -> RankActivity:
         if told is None:
-            told = _Told(0, -1, "start", "", 0.0, "", None, 0, 0, 0.0, 0)
+            told = Told(0, -1, "start", "", 0.0, "", None, 0, 0, 0.0, 0)
         count, since = self._seen.get(rank, (-1, now))
         if told.count != count:
             since = now
@@ -322,7 +304,7 @@ class JoinedWatch:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _read_all(self, *, with_this: bool = False) -> dict[int, _Told]:
+    def _read_all(self, *, with_this: bool = False) -> dict[int, Told]:
         found = {}
         for rank in range(self._world_size):
             if (with_this or rank != self._rank) and self._store.check([f"told/{rank}"]):
@@ -330,7 +312,7 @@ class JoinedWatch:
         self._answered_at = time.monotonic()
         return found
 
-    def _read_again(self, before: dict[int, _Told]) -> tuple[dict[int, _Told], list[int]]:
+    def _read_again(self, before: dict[int, Told]) -> tuple[dict[int, Told], list[int]]:
         """Return what the others have told some time later, and which of them tell nothing more.
 
         It is read at once where the cause is known: a process has ended, a rank has told of its failure, or one has left without
@@ -352,8 +334,8 @@ class JoinedWatch:
                 break
         return self._read_all(), sorted(silent)
 
-    def _told(self, rank: int) -> _Told:
-        return _Told(*json.loads(self._store.get(f"told/{rank}")))
+    def _told(self, rank: int) -> Told:
+        return Told(*json.loads(self._store.get(f"told/{rank}")))
 
     def _store_has(self, key: str) -> bool:
         return self._store.check([key])
@@ -362,7 +344,7 @@ class JoinedWatch:
         """Return the first rank whose process has ended without a word."""
         return int(self._store.get(_ENDED_KEY)) if self._store_has(_ENDED_KEY) else None
 
-    def _found_by_others(self, told: dict[int, _Told]) -> list[int]:
+    def _found_by_others(self, told: dict[int, Told]) -> list[int]:
         """Return the rank that others have found at fault before they left, and that has not said why itself."""
         peers = {each.peer for each in told.values() if each.end and each.peer is not None}
         return sorted(peer for peer in peers if peer != self._rank)
@@ -384,7 +366,3 @@ class JoinedWatch:
                 if self._store.check([f"{HOST_KEY}/{rank}"]):
                     self._hosts[rank] = f" on {self._store.get(f'{HOST_KEY}/{rank}').decode(errors='replace')}"
         return self._hosts.get(rank, "")
-
-
-def _where(told: _Told) -> str:
-    return f"phase {told.phase}" if told.step < 0 else f"step {told.step}, phase {told.phase}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +89,17 @@ class Neighbours:
             self._poll.unregister(descriptor)
             os.close(descriptor)
         return found
+
+    def knows(self, rank: int) -> bool:
+        """Tell whether a rank's process is seen here, and has not ended."""
+        return rank in self._descriptors.values()
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank's process, if it is seen here."""
+        for descriptor, known in tuple(self._descriptors.items()):
+            if known == rank:
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def wake(self) -> None:
         """End a `look` of another thread; there is no use in one afterwards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -75,6 +76,33 @@ def test_a_rank_that_has_said_why_it_ends_is_not_told_of(
     child.wait(10)
     watches[0]._thread.join(0.2)
     assert not watches[0]._store.check(["ended"])
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_missing_rank_that_gives_no_sign_of_life_is_killed(
+    watches: tuple[JoinedWatch, JoinedWatch],
+    child: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    tells: bool,
+) -> None:
+    monkeypatch.setattr(joined_watch, "_SILENT_PERIODS", 0.01)  # 0.6 s
+    begin(watches, child)
+    deadline = time.monotonic() + QUICK_S
+    while not watches[0]._neighbours.knows(2):
+        assert time.monotonic() < deadline
+    child.send_signal(signal.SIGSTOP)
+    missing = watches[0].find_missing()
+    assert (missing.ranks[0], 2 in missing.silent) == (1, True)  # the test's rank 1 tells nothing new, either
+    told = iter(range(100))
+    if tells:
+        known = watches[0]._told(2)
+        monkeypatch.setattr(watches[0], "_told", lambda _: dataclasses.replace(known, count=next(told)))
+    watches[0].end_stuck(2)
+    if tells:
+        assert child.poll() is None
+    else:
+        assert child.wait(QUICK_S) == -signal.SIGKILL
+    watches[1].end_stuck(2)  # of another host: nothing to do
 
 
 def test_a_failure_that_is_told_ends_the_search(
