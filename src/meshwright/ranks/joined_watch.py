@@ -42,6 +42,8 @@ _UNREACHABLE_S = 3.0
 _STATES_S = 1.0
 _LOOK_S = 0.05
 _ASK_S = 0.02
+_GIVEN_UP_PATIENCE_S = 3.0
+"""How long a rank may take to end once the others have left it: there is nothing that it could save without them [s]."""
 _SILENT_S = 2.0
 _MOST_TEXT = 200
 _FAILED = "an exchange that has failed"
@@ -209,7 +211,7 @@ class JoinedWatch:
                 self._states_at = now
                 with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
                     self.on_states(self.activities(now), self._pace.limit_s)
-        end_this_rank(f"another rank has waited for rank {self._rank} in vain, and has left")
+        end_this_rank(f"another rank has waited for rank {self._rank} in vain, and has left", _GIVEN_UP_PATIENCE_S)
 
     def _pause(self) -> bool:
         """Wait until it is time to tell again, and tell of neighbours that end meanwhile; return whether this watch is over."""

@@ -78,14 +78,14 @@ def test_ranks_whose_exchange_has_failed_too_are_not_missing(watches: list[Joine
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(joined_watch, "end_this_rank", told.append)
+    monkeypatch.setattr(joined_watch, "end_this_rank", lambda why, patience_s: told.append(f"{why} ({patience_s:g} s)"))
     return told
 
 
 def test_a_rank_that_others_have_given_up_ends(watches: list[JoinedWatch], ended: list[str]) -> None:
     watches[0].stop("has left, since rank 2 is missing", (2,))
     watches[2]._thread.join(10)
-    assert ended == ["another rank has waited for rank 2 in vain, and has left"]
+    assert ended == ["another rank has waited for rank 2 in vain, and has left (3 s)"]
 
 
 @pytest.mark.usefixtures("ended")
