@@ -1,4 +1,4 @@
-"""What ranks of a job tell each other through its store, and what follows from it."""
+"""Words that the ranks of a job tell each other through its store, and what follows from them."""
 
 from __future__ import annotations
 
