@@ -101,6 +101,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=ENTRIES)
     parser.add_argument("--only", default="", help="only events whose kind has this text")
+    parser.add_argument("--kind", default="", help="this event at each seed, in place of one that is drawn")
     parser.add_argument("--group", choices=GROUPS, help="only events of one row of the table")
     parser.add_argument("--without", nargs="*", default=(), help="launchers whose events are left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
@@ -134,7 +135,7 @@ def run_all(arguments: argparse.Namespace, known: set[tuple[str, int]], file: Te
     began, num_wrong = time.monotonic(), 0
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.count):
         for entry in arguments.entries:
-            event = events.draw(seed, entry)
+            event = events.draw(seed, entry, arguments.kind)
             if (entry, seed) in known or arguments.only not in event["kind"]:
                 continue
             if event["launcher"] in arguments.without or arguments.group not in (None, group_of(event["kind"])):

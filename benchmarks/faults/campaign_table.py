@@ -7,14 +7,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.faults.events import ERRORS, HANG_S, codes, guilty, is_death, is_hang, is_stop
+from benchmarks.faults.events import ERRORS, HANG_S, LOSS, codes, guilty, is_death, is_hang, is_stop
 
 LIMIT_S = 3.0
-GROUPS = ("deaths", "exceptions", "hangs", "stops", "wires", "agents", "launchers", "limits")
+GROUPS = ("deaths", "exceptions", "hangs", "stops", "wires", "packet loss", "agents", "launchers", "limits")
 
 
 def group_of(kind: str) -> str:
     """Return the row of the table that a kind of event belongs to."""
+    if kind == LOSS:
+        return "packet loss"
     if kind.startswith(("wire", "agent")) or kind == "launcher SIGKILL":
         return f"{kind.partition(' ')[0]}s"
     if is_stop(kind):
@@ -52,6 +54,12 @@ def _judge_job(row: dict[str, Any]) -> list[str]:
     kind, named = row["kind"], {line["rank"] for line in row["fatal"]}
     if not row["in_time"]:
         wrong.append("still there at the outer limit")
+    if kind == LOSS:
+        if set(row["codes"]) != {75} and row["launcher"] != "torchrun":
+            wrong.append(f"ended with {row['codes']}, not 75")
+        if row["steps_meanwhile"] < 1:
+            wrong.append("no step while packets were lost")
+        return wrong + ([f"named {sorted(named)}"] if named else [])
     if row["codes"].count(0) > ("_exit(0)" in kind):
         wrong.append(f"ended with 0: {row['codes']}")
     if kind.startswith("wire"):
@@ -79,11 +87,16 @@ def seconds_of(row: dict[str, Any]) -> float | None:
     return found
 
 
+def seconds_of_ranks(row: dict[str, Any]) -> float | None:
+    """Return how long after its fault the last other rank of a job had ended: without what torchrun's agent takes [s]."""
+    return None if is_hang(row["kind"]) else row.get("ranks_seconds")
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of the README."""
     lines = [
-        "| entry | event | events | right | something left | seconds: median, 95th percentile, largest |",
-        "|---|---|---|---|---|---|",
+        "| entry | event | events | right | something left | seconds: median, 95th percentile, largest | of the ranks alone |",
+        "|---|---|---|---|---|---|---|",
     ]
     for entry in ("launch", "command", "own", "torchrun", "hosts"):
         for group in GROUPS:
@@ -92,9 +105,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 continue
             times = sorted(seconds for row in chosen if (seconds := seconds_of(row)) is not None)
             figures = "" if not times else _figures(times)
+            alone = sorted(seconds for row in chosen if (seconds := seconds_of_ranks(row)) is not None)
+            of_ranks = _figures(alone) if alone else ""
             right = sum(not row["wrong"] for row in chosen)
             left = sum(bool(row.get("left")) for row in chosen)
-            lines.append(f"| {entry} | {group} | {len(chosen)} | {right} | {left} | {figures} |")
+            lines.append(f"| {entry} | {group} | {len(chosen)} | {right} | {left} | {figures} | {of_ranks} |")
     return "\n".join(lines)
 
 
@@ -104,7 +119,20 @@ def _figures(times: list[float]) -> str:
 
 def brief(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a result file keeps of an event."""
-    names = ("entry", "seed", "launcher", "plan", "transport", "kind", "rank", "delay_s", "seconds", "load", "wrong")
+    names = (
+        "entry",
+        "seed",
+        "launcher",
+        "plan",
+        "transport",
+        "kind",
+        "rank",
+        "delay_s",
+        "seconds",
+        "load",
+        "wrong",
+        "ranks_seconds",
+    )
     kept = {name: row[name] for name in names if name in row}
     kept["codes"] = row.get("codes", row.get("code"))
     kept["named"] = row.get("named", [line["rank"] for line in row.get("fatal", ())])

@@ -38,6 +38,9 @@ OWN_KINDS = {
     "launcher SIGTERM": 2,
 }
 WIRE_KINDS = {"wire down": 4, "wire lose": 4}
+LOSS = "wire loss"
+"""A tenth of a host's packets is lost for a while; the run goes on, and is asked to stop afterwards."""
+LOSS_S = 6.0
 LOCAL_PLANS = (
     "dp=2",
     "dp=3",
@@ -55,13 +58,14 @@ QUICK_S = 60.0
 HANG_S = 4.0
 
 
-def draw(seed: int, entry: str) -> dict[str, Any]:
+def draw(seed: int, entry: str, kind: str = "") -> dict[str, Any]:
     """Return the event of a seed.
 
     Args:
         seed: Its number.
         entry: "launch" and "command" are called in the campaign's process, "own" is the command as a process of its own,
             "torchrun" and "hosts" are jobs.
+        kind: What happens; "" means that it is drawn too.
     """
     source = random.Random(f"{entry} {seed}")
     if entry in ("launch", "command"):
@@ -79,7 +83,7 @@ def draw(seed: int, entry: str) -> dict[str, Any]:
         kinds = {kind: often for kind, often in kinds.items() if not kind.startswith("agent")}
     if not _harms_in_forward(plan):
         kinds = {kind: often for kind, often in kinds.items() if not kind.startswith("forward")}
-    kind = source.choices(list(kinds), list(kinds.values()))[0]
+    kind = kind or source.choices(list(kinds), list(kinds.values()))[0]
     num = num_ranks(plan)
     rank = source.randrange(num)
     if kind.startswith(("wire", "agent")) and entry == "hosts":
@@ -116,11 +120,11 @@ def is_death(kind: str) -> bool:
 
 
 def is_hang(kind: str) -> bool:
-    return kind.removeprefix("forward ") in HANGS or kind.startswith("wire")
+    return kind.removeprefix("forward ") in HANGS or (kind.startswith("wire") and kind != LOSS)
 
 
 def is_stop(kind: str) -> bool:
-    return kind in STOPS or kind == "launcher SIGINT twice"
+    return kind in STOPS or kind in ("launcher SIGINT twice", LOSS)
 
 
 def limit_s(kind: str) -> float:

@@ -138,7 +138,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     # What starts ranks is left out: everything up to it is tried.
     launcher._Run.execute = lambda self, **_: 0  # type: ignore[method-assign] # pyright: ignore[reportPrivateUsage]
-    launcher._train_beside = lambda config: 0  # type: ignore[assignment] # pyright: ignore[reportPrivateUsage]
+    launcher.train_beside = lambda config, end: 0  # type: ignore[assignment]
     for module in ("checkpoint.listing", "checkpoint.verification", "describe.describing"):
         importlib.import_module(f"meshwright.{module}")  # with torch, which takes seconds that are no input's
     cli.app = typer.main.get_command(cli.app)  # pyright: ignore[reportAttributeAccessIssue] - built once, not for each case

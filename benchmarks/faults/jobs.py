@@ -14,14 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.events import LOSS, LOSS_S
 from benchmarks.hosts.two_hosts import COUNT, start
 from tests.faults import leaks
 from tests.faults.hosts import Network
 from tests.faults.killer import is_rank
 from tests.faults.test_joined import free_port
 
+from meshwright.host import is_running
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0
+PLAIN = "benchmarks.faults.plain_ddp"
 CONFIG = """
 model = {{ target = "tests.faults.jobs.harmed:{build}" }}
 data = {{ source = "tests.faults.jobs.harmed:data", prefetch = 0, num_workers = {workers} }}
@@ -96,6 +100,20 @@ class Output:
                 self.texts[index] += process.communicate(timeout=5)[0] or b""
 
 
+class Ends:
+    """When the last of some processes ends, as it is seen by looking."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self.last: float | None = None
+
+    def look(self) -> bool:
+        """Look; return False, since nothing is over with it."""
+        if self.last is None and not any(is_running(pid) for pid in self._pids):
+            self.last = time.monotonic()
+        return False
+
+
 def rank_pids(pids: list[int]) -> dict[int, int]:
     """Return which of these processes are ranks of a job: rank -> process."""
     found = {}
@@ -104,7 +122,7 @@ def rank_pids(pids: list[int]) -> dict[int, int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             place = [v.partition(b"=")[2] for v in variables if v.startswith((b"RANK=", b"SLURM_PROCID="))]
-            if place and b"meshwright" in words and b"train" in words:
+            if place and b"train" in words and {b"meshwright", PLAIN.encode()} & set(words):
                 found.setdefault(int(place[0]), pid)
     return found
 
@@ -144,7 +162,7 @@ def run_job(
     """Train until an event; return what came of it.
 
     Args:
-        event: "launcher", "plan", "kind", "rank".
+        event: "launcher", "plan", "kind", "rank"; "module" is what the ranks run, `meshwright` where it is left out.
         folder: An empty folder.
         hosts: Two hosts, or None: torchrun on this one.
         timeout_s: How long an exchange may wait [s].
@@ -153,18 +171,18 @@ def run_job(
     write_config(folder, event["plan"], timeout_s)
     watch = leaks.Watch()
     os.environ[leaks.MARK_VARIABLE] = watch.mark
-    words = ["train", "c.toml"]
+    words, module = ["train", "c.toml"], event.get("module", "meshwright")
     if hosts is None:
         command = [sys.executable, "-P", "-m"]
         if event["launcher"] == "torchrun":
             ranks = ["--nproc-per-node", str(event["ranks"]), "--master-port", str(free_port())]
             command += ["torch.distributed.run", *ranks, "-m"]
-        command += ["meshwright", *words]
+        command += [module, *words]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         processes = [subprocess.Popen(command, cwd=folder, env=variables, **streams)]
     else:
-        processes = start(hosts, event["launcher"], "meshwright", words, folder)
+        processes = start(hosts, event["launcher"], module, words, folder)
     output = Output(processes)
     row: dict[str, Any] = {}
     try:
@@ -174,12 +192,19 @@ def run_job(
         everyone = [pid for host in hosts.hosts for pid in host.processes()] if hosts else list(watch.processes())
         pids = rank_pids(everyone) if event["launcher"] != "own" else launched_pids(watch, event["ranks"])
         time.sleep(event.get("delay_s", 0.0))
+        if event["kind"] == LOSS and hosts is not None:
+            row["steps_meanwhile"] = lose_for_a_while(hosts, event, folder)
         began = time.monotonic()
-        if event["kind"].startswith("launcher "):
+        if event["kind"] == LOSS:
+            os.kill(pids[event["rank"]], signal.SIGTERM)
+        elif event["kind"].startswith("launcher "):
             os.kill(processes[0].pid, signal.Signals[event["kind"].removeprefix("launcher ")])
         else:
             _begin(event, folder, hosts, pids, everyone)
-        in_time = output.read_until(lambda: False, LIMIT_S + timeout_s)
+        ends = Ends([pid for rank, pid in pids.items() if rank != event["rank"]])
+        in_time = output.read_until(ends.look, LIMIT_S + timeout_s)
+        ends.look()
+        row["ranks_seconds"] = None if ends.last is None else round(ends.last - began, 3)
         row["seconds"] = [None if at is None else round(at - began, 3) for at in output.ended_at]
         row["in_time"] = in_time
     finally:
@@ -192,6 +217,16 @@ def run_job(
         row |= {"codes": [process.returncode for process in processes], "fatal": fatal_lines(text)}
         (folder / "output").write_text(text)
     return row
+
+
+def lose_for_a_while(hosts: Network, event: dict[str, Any], folder: Path) -> int:
+    """Lose packets of a host for some seconds; return how many steps the run has taken meanwhile."""
+    before = num_steps(folder)
+    hosts.cut(event["rank"] // COUNT, "loss")
+    time.sleep(LOSS_S)
+    after = num_steps(folder)
+    hosts.mend(event["rank"] // COUNT)
+    return after - before
 
 
 def _begin(

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.jobs import LIMIT_S, fatal_lines, harm_job, num_steps, write_config
+from benchmarks.faults.events import LOSS
+from benchmarks.faults.jobs import LIMIT_S, fatal_lines, harm_job, lose_for_a_while, num_steps, write_config
 from benchmarks.hosts.two_hosts import COUNT, PORT, RANKS, ROOT
 from tests.faults.hosts import Host, Network, network
 
@@ -129,7 +130,11 @@ def run_served(
     else:
         time.sleep(event["delay_s"])
         began = time.monotonic()
-        if event["kind"].startswith("wire "):
+        if event["kind"] == LOSS:
+            row["steps_meanwhile"] = lose_for_a_while(servers.hosts, event, folder)
+            began = time.monotonic()
+            os.kill(pids[event["rank"]], signal.SIGTERM)
+        elif event["kind"].startswith("wire "):
             servers.hosts.cut(event["rank"] // COUNT, event["kind"].removeprefix("wire "))
         else:
             harm_job(event["kind"], event["rank"], folder, pids)

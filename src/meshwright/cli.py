@@ -72,6 +72,8 @@ def train(
     ] = False,
 ) -> None:
     """Train a model: runs/NAME/ gets events.jsonl, record.json, report.html and checkpoints/."""
+    from meshwright.ranks.agent import end_without_teardown
+    from meshwright.ranks.environment import read_place
     from meshwright.train.config.deepspeed import show_rows
     from meshwright.train.config.load import load_config
     from meshwright.train.launcher import run_training
@@ -82,7 +84,10 @@ def train(
     show_rows(loaded.plan_rows, sys.stdout)
     for note in loaded.notes:
         print(clean(note), file=sys.stderr)
-    raise typer.Exit(run_training(loaded, resume=resume))
+    code = run_training(loaded, resume=resume)
+    if code and read_place(os.environ).is_of_job:  # the others, or an agent, wait for this process's end
+        end_without_teardown(code)
+    raise typer.Exit(code)
 
 
 @app.command()

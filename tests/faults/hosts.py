@@ -16,6 +16,9 @@ from pathlib import Path
 
 SUBNET = "10.77.0"
 WIRE = "wire0"
+# Classic BPF, since not every kernel has netem: a random number (SKF_AD_RANDOM); below 0.1 * 2**32 the packet is dropped.
+_DROP, _PASS = 2, 0xFFFFFFFF  # TC_ACT_SHOT, TC_ACT_UNSPEC
+DROPPING = f"4,32 0 0 {0xFFFFF000 + 56},37 1 0 {2**32 // 10},6 0 0 {_DROP},6 0 0 {_PASS}"
 # First process of a host: makes it what it is, says its number, and reaps whoever is left to it, until its input ends.
 _FIRST = """
 import os, signal, socket, subprocess, sys
@@ -127,14 +130,25 @@ class Network:
             host.run("ip", "link", "set", WIRE, "up")
 
     def cut(self, index: int, how: str) -> None:
-        """Cut a host off: its own interface goes "down", or the switch loses ("lose") all that comes from it and goes there."""
+        """Cut a host off: its own interface goes "down", or the switch loses ("lose") all that comes from it and goes there.
+
+        "loss" is no cut: a tenth of the packets of each direction is dropped, drawn at random.
+        """
         if how == "down":
             self.hosts[index].run("ip", "link", "set", WIRE, "down")
+        elif how == "loss":
+            self._switch.run("tc", "qdisc", "add", "dev", f"port{index}", "clsact")
+            for way in ("ingress", "egress"):
+                self._switch.run(
+                    *("tc", "filter", "add", "dev", f"port{index}", way, "bpf", "da", "bytecode", DROPPING)
+                )
         else:
             self._switch.run("ip", "link", "set", f"port{index}", "nomaster")
 
     def mend(self, index: int) -> None:
         """Undo all cuts."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # none was there
+            self._switch.run("tc", "qdisc", "del", "dev", f"port{index}", "clsact")
         self._switch.run("ip", "link", "set", f"port{index}", "master", "switch")
         self.hosts[index].run("ip", "link", "set", WIRE, "up")
 

@@ -80,6 +80,6 @@ def test_a_plan_over_two_hosts_and_a_rank_that_is_killed_on_the_other() -> None:
         assert [(line["rank"], line["error"], line["peer"]) for line in lost] == [
             (rank, "LostPeerError", 3) for rank in range(3)
         ], lost
-        assert "rank 3 on host1 gives no sign of life" in lost[0]["text"]
+        assert "rank 3 on host1 has ended without a word" in lost[0]["text"]
         assert lines.codes() == [12, 12]
         assert [host.left() for host in hosts.hosts] == [{}, {}]

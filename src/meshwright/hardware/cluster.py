@@ -20,6 +20,10 @@ HOST_DEVICE: Final = "cpu"
 DTYPES: Final = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
+MOST_DEVICES: Final = 1 << 20
+"""Of a cluster: plans are counted by the divisors of this number, and no cluster comes near it [count]."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec(Value):
     """One device: a GPU, or a rank's share of a CPU.
@@ -119,7 +123,7 @@ class ClusterSpec(Value):
         taken_by_others: Of the cores that measured this cluster, what other programs took meanwhile [share].
 
     Raises:
-        ConfigError: A count is below 1, or there are several hosts and no network.
+        ConfigError: A count is below 1, there are more than 1,048,576 devices, or several hosts and no network.
     """
 
     FORMAT: ClassVar[str] = "cluster"
@@ -140,6 +144,11 @@ class ClusterSpec(Value):
         for name in ("devices_per_host", "num_hosts"):
             number = getattr(self, name)
             problems.require(number >= 1, f"{name}={number} (rule: it is at least 1)", fix=f"{name}=1")
+        problems.require(
+            self.num_devices <= MOST_DEVICES,
+            f"{self.num_hosts} hosts of {self.devices_per_host} devices (rule: at most {MOST_DEVICES} devices in all)",
+            fix=f"num_hosts={max(1, MOST_DEVICES // max(1, self.devices_per_host))}",
+        )
         problems.require(
             0 <= self.taken_by_others <= 1, f"taken_by_others={self.taken_by_others} (rule: it is between 0 and 1)"
         )

@@ -10,14 +10,14 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, StoppedOnRequest
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, share_at
 from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.host import memory_group, usable_cores
 from meshwright.measure.probe_cores import CoreUse, share_of_others
 from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, LARGE, STAGES, attention_rates, exchange_name
-from meshwright.ranks.launch import launch
+from meshwright.ranks.launch import QUICK_STOP_S, launch
 
 __all__: list[str] = []
 
@@ -46,6 +46,7 @@ def probe_cluster(
 
     Raises:
         ConfigError: An argument is out of range, or this process is itself a rank.
+        StoppedOnRequest: A signal asked for it.
     """
     if num_devices is None:
         num_devices = _visible_devices()
@@ -62,7 +63,15 @@ def probe_cluster(
         if on_stage is not None and rank == 0 and "probe" in event:
             on_stage(event["probe"], STAGES.index(event["probe"]), len(STAGES))
 
-    ranks = launch(measure_on_rank, num_devices, budget_s, threads_per_rank=threads_per_device, on_event=tell)
+    try:
+        ranks = launch(
+            *(measure_on_rank, num_devices, budget_s),
+            threads_per_rank=threads_per_device,
+            on_event=tell,
+            stop_grace_s=QUICK_STOP_S,
+        )
+    except StoppedOnRequest as error:
+        raise StoppedOnRequest("the measurement of this machine was stopped; nothing of it is kept") from error
     return _cluster_of(ranks)
 
 

@@ -27,7 +27,7 @@ from meshwright.measure.resolution import (
     pairs_of,
 )
 from meshwright.ranks.join import device_of_rank
-from meshwright.ranks.launch import launch
+from meshwright.ranks.launch import QUICK_STOP_S, launch
 from meshwright.ranks.world import current_world
 from meshwright.run.assembly import choose_devices
 from meshwright.spec import Plan
@@ -208,7 +208,7 @@ def _run_job(job: _PlanJob) -> tuple[list[StepRecord], list[dict[str, str]], lis
         records, reasons = job.run()
         return records, [{}], [_rank_outputs(job, 0, records[0].outputs)], reasons
     if world is None or world_size == 1:
-        results = launch(_rank_result, job.plan.num_ranks, job)
+        results = launch(_rank_result, job.plan.num_ranks, job, stop_grace_s=QUICK_STOP_S)
         records, digests = results[0][0], [digest for _, digest, _, _ in results]
         outputs, reasons = [modules for _, _, modules, _ in results], results[0][3]
     elif world_size == job.plan.num_ranks:

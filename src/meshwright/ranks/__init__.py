@@ -21,6 +21,9 @@ hang_report      stacks of ranks that wait
 error_transfer   exceptions as JSON and back
 joined_failures  failures of ranks that others have started
 joined_watch     which of such ranks an exchange lacks
+told             what such ranks tell each other
+neighbours       ends of such ranks' processes on this host
+store_connections  connections to the job's store that give up
 calls            calls that all ranks make together, and exceptions in them
 world            the world of a rank
 agent            the end of ranks whose agent, or whose peers, are gone

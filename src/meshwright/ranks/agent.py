@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NoReturn
 
 __all__: list[str] = []
 
@@ -63,6 +64,22 @@ def end_this_rank(why: str, patience_s: float = PATIENCE_S) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(patience_s)
     os._exit(_EXIT_CODE)
+
+
+def end_without_teardown(code: int) -> NoReturn:
+    """End this process as Python would, with its exit functions, and without taking the interpreter down.
+
+    That takes up to 0.8 s where torch is loaded, while the other ranks, or torchrun's agent, wait for this one's end; and C++
+    destructors may abort the process while threads of gloo or autograd still live.
+
+    Args:
+        code: The exit code.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, None, or a full pipe that nobody reads
+            stream.flush()
+    os._exit(code)
 
 
 def _tell(why: str) -> None:

@@ -63,6 +63,11 @@ class Place:
     """Whether an agent (torchrun's) hosts the store, rather than rank 0."""
 
     @property
+    def is_of_job(self) -> bool:
+        """Whether a launcher of others has started this process, as one of its ranks."""
+        return self.world_size > 1 or self.address is not None
+
+    @property
     def start_hint(self) -> str:
         """The fix for missing ranks."""
         if self.source == "srun":

@@ -65,6 +65,32 @@ def hang_error(
     )
 
 
+def standstill_error(
+    ranks: list[RankProcess], board: Board, number: int, now: float, timeout_s: float
+) -> LostPeerError:
+    """Return the error for ranks none of which comes on, or waits for another.
+
+    Args:
+        ranks: All ranks.
+        board: Their records.
+        number: The rank that has stood still for longest.
+        now: The time, `time.monotonic()` [s].
+        timeout_s: The limit [s].
+    """
+    beat = board.read(number)
+    quiet_s = now - beat.progress_at
+    still = f"rank {number} of {board.num_ranks} has not come on for {quiet_s:.1f} s"
+    head = f"{still}, and waits for no other rank; the limit is {timeout_s:g} s"
+    return LostPeerError(
+        "\n".join([head, *lines_about(ranks, board)]),
+        rank=number,
+        peer=number,
+        step=beat.known_step,
+        phase=beat.phase,
+        fix="see where it stands, or raise timeout_s if the work is that slow",
+    )
+
+
 def unheeded_stop_error(ranks: list[RankProcess], board: Board, asked_by: str, grace_s: float) -> StoppedOnRequest:
     """Return the error for ranks that were asked to stop and did not end."""
     late = [rank for rank in ranks if not rank.is_accounted]

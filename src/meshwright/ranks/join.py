@@ -29,8 +29,9 @@ from meshwright.ranks.agent import follow_agent
 from meshwright.ranks.allocator import keep_freed_memory
 from meshwright.ranks.environment import Place, choose_transport, read_join_timeout, read_place
 from meshwright.ranks.joined_failures import sharing
-from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch, limit_connections
+from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch
 from meshwright.ranks.listening import interface_towards, listen
+from meshwright.ranks.store_connections import limit_connections
 from meshwright.ranks.world import Link, World, current_world, leave_group, set_current_world
 
 __all__: list[str] = []
@@ -182,7 +183,9 @@ def _world_around(
 def _watch(store: Store, address: tuple[str, int], place: Place) -> JoinedWatch:
     """Return the watch of a joined rank, which has begun."""
     clone = getattr(store, "clone", None)  # not in torch's stubs
-    watch = JoinedWatch(store if clone is None else clone(), place.rank, place.world_size)
+    first = place.rank - place.local_rank  # where launchers lay ranks host by host
+    neighbours = range(max(0, first), min(place.world_size, first + place.local_size))
+    watch = JoinedWatch(store if clone is None else clone(), place.rank, place.world_size, neighbours)
     limit_connections(*address, _STORE_PATIENCE_S)
     watch.start()
     return watch

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.comm.communicator import is_lost_peer
 from meshwright.errors import LostPeerError, RankNote, StoppedOnRequest
 from meshwright.ranks.error_transfer import describe_error
-from meshwright.ranks.joined_watch import FAILURE_KEY, Missing
+from meshwright.ranks.joined_watch import FAILURE_KEY
+from meshwright.ranks.told import Missing
 from meshwright.ranks.world import leave_group
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def sharing(world: World) -> Iterator[None]:
                     _linger(world.store, news.get("readers", 0))
                 if world.watch is not None and news["type"] != _MISSING:
                     world.watch.await_end(news["rank"], _END_PATIENCE_S)
+                elif world.watch is not None:
+                    world.watch.end_stuck(news["rank"])
                 raise _explained(world, error, news) from error
         if missing is not None:
             raise _named(world, error, missing) from error
@@ -68,6 +71,8 @@ def _cause(world: World, store: Store) -> tuple[dict[str, Any] | None, Missing |
     if not missing.ranks:
         return _news(store, _NEWS_PATIENCE_S), missing
     verdict = {"rank": missing.ranks[0], "type": _MISSING, "text": missing.text, "traceback": "", "by": world.rank}
+    for rank in missing.silent:
+        world.watch.end_stuck(rank)
     world.watch.stop(f"has left, since rank {', '.join(map(str, missing.ranks))} is missing", missing.ranks)
     is_first = _publish(world, store, verdict, num_readers=world.world_size - 1 - len(missing.ranks))
     return None if is_first else _news(store, 0.0), missing
@@ -102,7 +107,8 @@ def _publish(world: World, store: Store, news: dict[str, Any], *, num_readers: i
     breaker.start()
     breaker.join(_NEWS_PATIENCE_S)
     if world.rank == 0:
-        _linger(store, num_readers)
+        # Another one's cause is read by this rank too, which would wait for itself.
+        _linger(store, num_readers if is_first else (_news(store, 0.0) or {}).get("readers", 0))
     return is_first
 
 

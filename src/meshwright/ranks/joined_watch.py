@@ -3,6 +3,7 @@
 Each rank tells the job's store several times a second that it lives, where it is, and what it waits for. One that waits for too
 long, or whose exchange has failed, reads what the others have told, twice, and so finds which of them is silent, and which works.
 The ranks' clocks are not compared: a rank tells how long it has waited, and counts what it tells.
+That a process has ended is seen by the other ranks of its host in the same moment, and told to all.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import dataclasses
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.host import is_running, resident_bytes
 from meshwright.ranks.agent import end_this_rank
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
+from meshwright.ranks.neighbours import Neighbours
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import scratch_file
+from meshwright.ranks.told import Missing, Told
 from meshwright.spec.rank_states import RankActivity
 
 if TYPE_CHECKING:
@@ -39,49 +41,20 @@ _UNREACHABLE_S = 3.0
 """From when on a store that has not answered counts as out of reach [s]."""
 _STATES_S = 1.0
 _LOOK_S = 0.05
+_ASK_S = 0.02
+_GIVEN_UP_PATIENCE_S = 3.0
+"""How long a rank may take to end once the others have left it: there is nothing that it could save without them [s]."""
 _SILENT_S = 2.0
 _MOST_TEXT = 200
 _FAILED = "an exchange that has failed"
 FAILURE_KEY = "failure"
 """Where a rank tells why it fails, or who is missing."""
+_ENDED_KEY = "ended"
+"""Which rank's process was the first to end without a word."""
 HOST_KEY = "here"
 """Before the rank's number: where it says its host's name as it comes."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Told:
-    """What a rank has told last."""
-
-    count: int
-    step: int
-    phase: str
-    exchange: str
-    """What it waits in; "" where it does not wait."""
-    waiting_s: float
-    end: str
-    """Why it tells nothing more; "" while it does."""
-    peer: int | None
-    """Which rank it has found at fault."""
-    pid: int
-    rss_bytes: int
-    progress_s: float
-    """Since its last progress [s]."""
-    num_waits: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Missing:
-    """Ranks that an exchange lacks."""
-
-    ranks: tuple[int, ...]
-    text: str
-
-    @property
-    def peer(self) -> int | None:
-        """The first of them; None where none is known."""
-        return self.ranks[0] if self.ranks else None
 
 
 class JoinedWatch:
@@ -91,9 +64,10 @@ class JoinedWatch:
         store: The job's store, as a client of its own: another thread's answers must not wait for this one's.
         rank: This rank.
         world_size: Ranks [count].
+        neighbours: Ranks that may be of this host.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, neighbours: Sequence[int] = ()) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -114,6 +88,7 @@ class JoinedWatch:
         """Rank -> the count that it told last, and when that was new here."""
         self._pace = Pace(1)
         self._hosts: dict[int, str] = {}
+        self._neighbours = Neighbours(store, rank, neighbours)
         self._count = 0
         self._answered_at = time.monotonic()
         self._is_lost = False
@@ -134,7 +109,10 @@ class JoinedWatch:
         if self._is_over.is_set():
             return
         self._is_over.set()
+        self._neighbours.wake()
         self._thread.join(2 * self.period_s)
+        if not self._thread.is_alive():
+            self._neighbours.close()
         if not self._is_lost and not self._thread.is_alive():  # else it waits for a store that is out of reach
             with contextlib.suppress(RuntimeError):
                 self._tell(end, missing[0] if missing else None)
@@ -144,27 +122,30 @@ class JoinedWatch:
     def find_missing(self) -> Missing:
         """Return which ranks an exchange that has failed here lacks. Takes a second at most, longer where there is no store.
 
-        Ranks that tell nothing more come first; then those that others have found, those that have left without a reason, and
-        those that are in no exchange.
+        The first whose process has ended without a word comes first; then ranks that tell nothing more, those that others have
+        found, those that have left without a reason, and those that are in no exchange. None, where a rank has told of its
+        failure meanwhile.
         """
         if (lost := self.store_is_lost()) is not None:
             return lost
         try:
             before = self._read_all()
-            self._is_over.wait(_SILENT_PERIODS * self.period_s)
-            after = self._read_all()
+            after, silent = self._read_again(before)
+            ended = self._first_ended()
         except (RuntimeError, ValueError, TypeError, KeyError):
             return self._no_store()
-        silent, left, working, lines = [], [], [], []
+        if ended is None and self._store_has(FAILURE_KEY):
+            return Missing((), "")
+        left, working, lines = [], [], []
         for rank, told in after.items():
-            was = before.get(rank)
-            if told.end:
+            if rank == ended:
+                state = "has ended without a word: it was killed, or its process was left"
+            elif told.end:
                 state = told.end
                 if told.peer is None:
                     left.append(rank)
-            elif was is not None and was.count == told.count:
+            elif rank in silent:
                 state = "gives no sign of life: it was killed or stopped, or its host cannot be reached"
-                silent.append(rank)
             elif told.exchange == _FAILED:
                 state = "has waited in an exchange that has failed"
             elif not told.exchange:
@@ -172,9 +153,24 @@ class JoinedWatch:
                 working.append(rank)
             else:
                 state = f"waits in {told.exchange} for {told.waiting_s:.1f} s"
-            lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {_where(told)}")
-        found = silent or self._found_by_others(after) or left or working
-        return Missing(tuple(found), "\n".join(lines))
+            lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {told.where()}")
+        found = [ended] if ended is not None else silent or self._found_by_others(after) or left or working
+        return Missing(tuple(found), "\n".join(lines), () if ended is not None else tuple(silent))
+
+    def end_stuck(self, rank: int) -> None:
+        """Kill a missing rank where that is of this host, and gives no sign of life.
+
+        It is stopped, or held in C code: it cannot end itself, and its launcher waits half a minute for it, or for ever.
+        """
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+            if not self._neighbours.knows(rank):
+                return
+            before = self._told(rank)
+            if self._is_over.wait(_SILENT_PERIODS * self.period_s):
+                return
+            told = self._told(rank)
+            if not told.end and told.count == before.count:
+                self._neighbours.kill(rank)
 
     def await_end(self, rank: int, limit_s: float) -> None:
         """Wait until a rank's process has ended, where that is of this host.
@@ -196,8 +192,14 @@ class JoinedWatch:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._is_over.wait(self.period_s):
+        while True:
             try:
+                if self._count == 0:
+                    self._neighbours.tell()
+                for rank in self._neighbours.find():
+                    self._tell_end_of(rank)
+                if self._pause():
+                    return
                 if self._tell():
                     break
             except RuntimeError:
@@ -209,9 +211,22 @@ class JoinedWatch:
                 self._states_at = now
                 with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
                     self.on_states(self.activities(now), self._pace.limit_s)
-        else:
-            return
-        end_this_rank(f"another rank has waited for rank {self._rank} in vain, and has left")
+        end_this_rank(f"another rank has waited for rank {self._rank} in vain, and has left", _GIVEN_UP_PATIENCE_S)
+
+    def _pause(self) -> bool:
+        """Wait until it is time to tell again, and tell of neighbours that end meanwhile; return whether this watch is over."""
+        until = time.monotonic() + self.period_s
+        while not self._is_over.is_set() and (left_s := until - time.monotonic()) > 0:
+            if not self._neighbours.sees:
+                return self._is_over.wait(left_s)
+            for rank in self._neighbours.look(left_s):
+                self._tell_end_of(rank)
+        return self._is_over.is_set()
+
+    def _tell_end_of(self, rank: int) -> None:
+        """Tell that a rank's process has ended, where it has not said why itself."""
+        if not (self._store_has(f"told/{rank}") and self._told(rank).end):
+            self._store.compare_set(_ENDED_KEY, "", str(rank))
 
     def _tell(self, end: str = "", peer: int | None = None) -> bool:
         """Tell what this rank does; return whether others have given it up."""
@@ -219,7 +234,7 @@ class JoinedWatch:
         self._count += 1
         waiting_s = time.monotonic() - beat.waiting_since if beat.is_waiting else 0.0
         exchange = _FAILED if self.has_given_up() else beat.collective
-        told = _Told(
+        told = Told(
             count=self._count,
             step=beat.step,
             phase=beat.phase,
@@ -263,9 +278,9 @@ class JoinedWatch:
         told = self._read_all(with_this=True)
         return [self._activity(rank, told.get(rank), now) for rank in range(self._world_size)]
 
-    def _activity(self, rank: int, told: _Told | None, now: float) -> RankActivity:
+    def _activity(self, rank: int, told: Told | None, now: float) -> RankActivity:
         if told is None:
-            told = _Told(0, -1, "start", "", 0.0, "", None, 0, 0, 0.0, 0)
+            told = Told(0, -1, "start", "", 0.0, "", None, 0, 0, 0.0, 0)
         count, since = self._seen.get(rank, (-1, now))
         if told.count != count:
             since = now
@@ -291,15 +306,47 @@ class JoinedWatch:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _read_all(self, *, with_this: bool = False) -> dict[int, _Told]:
+    def _read_all(self, *, with_this: bool = False) -> dict[int, Told]:
         found = {}
         for rank in range(self._world_size):
             if (with_this or rank != self._rank) and self._store.check([f"told/{rank}"]):
-                found[rank] = _Told(*json.loads(self._store.get(f"told/{rank}")))
+                found[rank] = self._told(rank)
         self._answered_at = time.monotonic()
         return found
 
-    def _found_by_others(self, told: dict[int, _Told]) -> list[int]:
+    def _read_again(self, before: dict[int, Told]) -> tuple[dict[int, Told], list[int]]:
+        """Return what the others have told some time later, and which of them tell nothing more.
+
+        It is read at once where the cause is known: a process has ended, a rank has told of its failure, or one has left without
+        a reason and all others live.
+        """
+        silent = {rank for rank, told in before.items() if not told.end}
+        is_left = any(told.end and told.peer is None for told in before.values())
+        until = time.monotonic() + _SILENT_PERIODS * self.period_s
+        while time.monotonic() < until and not self._is_over.wait(_ASK_S):
+            if self._store_has(_ENDED_KEY) or self._store_has(FAILURE_KEY):
+                silent.clear()
+                break
+            for rank in tuple(silent):
+                told = self._told(rank)
+                if told.end or told.count != before[rank].count:
+                    silent.remove(rank)
+                is_left |= bool(told.end) and told.peer is None
+            if is_left and not silent:
+                break
+        return self._read_all(), sorted(silent)
+
+    def _told(self, rank: int) -> Told:
+        return Told(*json.loads(self._store.get(f"told/{rank}")))
+
+    def _store_has(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _first_ended(self) -> int | None:
+        """Return the first rank whose process has ended without a word."""
+        return int(self._store.get(_ENDED_KEY)) if self._store_has(_ENDED_KEY) else None
+
+    def _found_by_others(self, told: dict[int, Told]) -> list[int]:
         """Return the rank that others have found at fault before they left, and that has not said why itself."""
         peers = {each.peer for each in told.values() if each.end and each.peer is not None}
         return sorted(peer for peer in peers if peer != self._rank)
@@ -321,43 +368,3 @@ class JoinedWatch:
                 if self._store.check([f"{HOST_KEY}/{rank}"]):
                     self._hosts[rank] = f" on {self._store.get(f'{HOST_KEY}/{rank}').decode(errors='replace')}"
         return self._hosts.get(rank, "")
-
-
-def _where(told: _Told) -> str:
-    return f"phase {told.phase}" if told.step < 0 else f"step {told.step}, phase {told.phase}"
-
-
-def limit_connections(host: str, port: int, patience_s: float) -> int:
-    """Have this process's connections to a store fail where nothing that was sent has arrived for so long.
-
-    TCP itself tries for a quarter of an hour, and the store's client, which waits for an answer, with it.
-
-    Args:
-        host: The store's host.
-        port: Its port.
-        patience_s: How long [s].
-
-    Returns:
-        How many connections there were [count].
-    """
-    if not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return 0
-    with contextlib.suppress(OSError):
-        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        found = [number for number in map(int, os.listdir("/proc/self/fd")) if _leads_to(number, addresses, port)]
-        return len([_set_timeout(number, patience_s) for number in found])
-    return 0
-
-
-def _leads_to(number: int, addresses: set[Any], port: int) -> bool:
-    with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-            with socket.socket(fileno=os.dup(number)) as twin:
-                peer = twin.getpeername()
-                return isinstance(peer, tuple) and peer[1] == port and peer[0].removeprefix("::ffff:") in addresses
-    return False
-
-
-def _set_timeout(number: int, patience_s: float) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as twin:
-        twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience_s))

@@ -8,7 +8,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from meshwright.comm.shm.build import BuildError, build_extension
 from meshwright.errors import ConfigError, rank_of
@@ -20,6 +20,9 @@ from meshwright.ranks.heartbeat import Beat
 from meshwright.ranks.supervisor import Supervisor
 
 __all__: list[str] = []
+
+QUICK_STOP_S: Final = 0.5
+"""How long ranks that have nothing to save may take to end after a signal [s]."""
 
 
 class RankGroup:

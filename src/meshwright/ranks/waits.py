@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from meshwright.errors import LostPeerError
-from meshwright.ranks.hang_report import hang_error, lines_about
+from meshwright.ranks.hang_report import hang_error, lines_about, standstill_error
 from meshwright.ranks.heartbeat import Beat, Board
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import RankProcess
@@ -18,6 +18,8 @@ _LONG_PHASES: Final = frozenset(
     {"start", "import", "join", "run", "idle", "build", "data", "resume", "evaluate", "save", "end"}
 )
 """Phases that take as long as they take: no step tells how long."""
+
+_MOST_BETWEEN_LOOKS_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,9 @@ class Waits:
         self._board = board
         self.timeout_s = timeout_s
         self._pace = Pace(board.num_ranks)
+        self._still_since = math.inf
+        self._still_s = 0.0
+        self._looked_at = 0.0
         self.beats: list[Beat] = []
         """What each rank was doing at the last look."""
 
@@ -52,7 +57,8 @@ class Waits:
         """Return the rank that has waited beyond the limit, and the error for it; None where none has.
 
         A wait that is only remarkable is told as a warning, once. So is that no rank comes on and none waits for another: a
-        plan of one process whose data never come, for example. That ends no run, since an exchange alone has a limit.
+        plan of one process whose data never come, for example. Where steps have told their length, it ends the run at the limit
+        of an exchange.
 
         Args:
             now: The time, `time.monotonic()` [s].
@@ -69,7 +75,19 @@ class Waits:
             _log.warning("no rank has come on for %.1f s, longer than %d steps:\n%s", quiet_s, TIMES_A_STEP, lines)
         if now - since > self.timeout_s:
             return number, hang_error(self._ranks, self._board, number, now, self.timeout_s)
+        if since == math.inf and self._stood_still_s(_last_progress(beats), now) > max(self.timeout_s, self.limit_s):
+            number = min(range(len(beats)), key=lambda rank: beats[rank].progress_at)
+            return number, standstill_error(self._ranks, self._board, number, now, self.timeout_s)
         return None
+
+    def _stood_still_s(self, since: float, now: float) -> float:
+        """Return for how long looks have found that no rank comes on [s]; a time without looks, suspended, hardly counts."""
+        if since != self._still_since or since == math.inf:
+            self._still_since, self._still_s = since, 0.0
+        else:
+            self._still_s += min(now - self._looked_at, _MOST_BETWEEN_LOOKS_S)
+        self._looked_at = now
+        return self._still_s
 
 
 def _last_progress(beats: list[Beat]) -> float:

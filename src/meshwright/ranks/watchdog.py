@@ -144,8 +144,10 @@ def is_in_flight(error: BaseException, frame: FrameType | None) -> bool:
 def _is_in_cleanup(frame: FrameType, trace: TracebackType) -> bool:
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
     try:
-        tree = ast.parse(source)
-    except SyntaxError:
+        with paused_collection():
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, SystemError):
+        # Python up to 3.12 raises the last one where another thread parses at the same time (gh-106905).
         return False
     raised, now = trace.tb_lineno, frame.f_lineno
     in_cleanup = False

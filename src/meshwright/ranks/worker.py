@@ -7,8 +7,6 @@ The main thread runs the user's calls. One thread reads the channel, another wat
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import faulthandler
 import io
@@ -21,9 +19,10 @@ import socket
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, MeshwrightError, UserCodeError
+from meshwright.ranks.agent import end_without_teardown
 from meshwright.ranks.channel import RankEnd
 from meshwright.ranks.error_transfer import describe_error, users_part
 from meshwright.ranks.heartbeat import Board, Pulse
@@ -190,22 +189,9 @@ def be_rank(channel: RankEnd, own: dict[str, Any]) -> None:
     if rank.attempt(rank.join):
         channel.send(("ready",))
         rank.serve()
-        _end()
+        end_without_teardown(0)
     else:
         threading.Event().wait()  # until the launching process, which has the report, kills this one
-
-
-def _end() -> NoReturn:
-    """Exit as a process of multiprocessing does: exit functions run (one ends the process group), without teardown.
-
-    Tearing down runs C++ destructors while threads of gloo, autograd or a prefetching loader may still live, and then the
-    process aborts ("terminate called without an active exception") although its work is done.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or a full pipe that nobody reads
-            stream.flush()
-    os._exit(0)
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> int:
     """
     plan = config.plan
     place = read_place(os.environ)
-    if place.world_size > 1 or place.address is not None:
+    if place.is_of_job:
         if plan.num_ranks != place.world_size:
             raise ConfigError(
                 f"the plan '{plan}' has {plan.num_ranks} ranks, this job ({place.source}) has {place.world_size}",

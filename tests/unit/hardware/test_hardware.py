@@ -127,6 +127,7 @@ def test_short_names() -> None:
         ("8xh100", r"no device 'h100' \(did you mean 'h100-sxm'\?\)"),
         ("0xl4", "devices_per_host=0"),
         ("0x8xl4", "num_hosts=0"),
+        ("200000x8xh100-sxm", "at most 1048576 devices in all"),
         ("2x8xl4", "no network for 'l4'"),
         ("16xl4", "2 host.s., and the table has no network for 'l4'"),
         ("12xl4", "12 devices .rule: up to 8, or whole hosts of 8."),

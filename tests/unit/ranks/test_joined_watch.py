@@ -16,8 +16,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from meshwright.ranks import joined_watch
-from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch, limit_connections
+from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch
 from meshwright.ranks.listening import interface_towards
+from meshwright.ranks.store_connections import limit_connections
 from meshwright.spec.rank_states import RankActivity, RankStates
 
 
@@ -77,14 +78,14 @@ def test_ranks_whose_exchange_has_failed_too_are_not_missing(watches: list[Joine
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(joined_watch, "end_this_rank", told.append)
+    monkeypatch.setattr(joined_watch, "end_this_rank", lambda why, patience_s: told.append(f"{why} ({patience_s:g} s)"))
     return told
 
 
 def test_a_rank_that_others_have_given_up_ends(watches: list[JoinedWatch], ended: list[str]) -> None:
     watches[0].stop("has left, since rank 2 is missing", (2,))
     watches[2]._thread.join(10)
-    assert ended == ["another rank has waited for rank 2 in vain, and has left"]
+    assert ended == ["another rank has waited for rank 2 in vain, and has left (3 s)"]
 
 
 @pytest.mark.usefixtures("ended")

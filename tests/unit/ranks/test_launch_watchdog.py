@@ -94,6 +94,23 @@ def in_generator_cleanup(probe: Probe) -> None:
     list(numbers())
 
 
+def test_a_parser_that_another_thread_disturbs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disturbed(_source: str) -> None:
+        raise SystemError("AST constructor recursion depth mismatch (before=156, after=182)")
+
+    seen: list[bool] = []
+
+    def probe() -> None:
+        error = sys.exc_info()[1]
+        assert error is not None
+        seen.append(is_in_flight(error, sys._getframe()))
+
+    monkeypatch.setattr("meshwright.ranks.watchdog.ast.parse", disturbed)
+    with contextlib.suppress(ValueError):
+        in_finally(probe)
+    assert seen == [False]
+
+
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

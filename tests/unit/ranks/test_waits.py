@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright.ranks import waits
+from meshwright.ranks import hang_report, waits
 from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.pace import LEAST_S, LEAST_STEPS
 from meshwright.ranks.processes import scratch_file
@@ -18,7 +18,9 @@ from meshwright.ranks.waits import Waits
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
-    monkeypatch.setattr(waits, "lines_about", lambda ranks, board, goes_on: ["  rank 0 stands in its loader"])
+    lines = ["  rank 0 stands in its loader"]
+    monkeypatch.setattr(waits, "lines_about", lambda *_, **__: lines)
+    monkeypatch.setattr(hang_report, "lines_about", lambda *_, **__: lines)
     monkeypatch.setattr(waits, "hang_error", lambda *_, **__: waits.LostPeerError("a rank waits", rank=0))
     descriptor = scratch_file(2 * RECORD_BYTES)
     made = Board(descriptor, 2)
@@ -47,7 +49,7 @@ def test_ranks_that_all_stand_still_outside_of_exchanges_are_told_once(
         assert found.look(now + 0.5 * LEAST_S) is None
         assert caplog.text == ""
         assert found.look(now + 1.5 * LEAST_S) is None
-        assert found.look(now + 100 * LEAST_S) is None  # it ends no run
+        assert found.look(now + 100 * LEAST_S) is None  # after a time without looks it ends no run
         assert caplog.text.count("no rank has come on for ") == 1
         assert "rank 0 stands in its loader" in caplog.text
         pulses[1].progress(LEAST_STEPS + 3, "load")
@@ -63,6 +65,18 @@ def test_what_no_step_tells_the_length_of_is_left_alone(
     with caplog.at_level(logging.WARNING):
         assert found.look(time.monotonic() + 100 * LEAST_S) is None
     assert caplog.text == ""
+
+
+def test_ranks_that_stand_still_outside_of_exchanges_end_at_the_limit(board: Board) -> None:
+    found, pulses = after_steps(board, "load")
+    pulses[0].progress(LEAST_STEPS + 2, "step")
+    now = time.monotonic()
+    for second in range(61):
+        assert found.look(now + second) is None
+    number, error = found.look(now + 61.0) or (None, None)
+    assert (number, getattr(error, "peer", None), error and error.exit_code) == (1, 1, 12)
+    assert "rank 1 of 2 has not come on for 61.0 s" in str(error)
+    assert "rank 0 stands in its loader" in str(error)
 
 
 def test_a_wait_beyond_the_limit_is_an_error(board: Board) -> None:

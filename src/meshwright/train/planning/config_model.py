@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Final, Literal
 
 from meshwright.host import resident_bytes
-from meshwright.ranks.launch import launch
+from meshwright.ranks.launch import QUICK_STOP_S, launch
 from meshwright.spec.model import Autocast, ModelSpec
 from meshwright.spec.train import TrainSpec
 from meshwright.train.config.types import TrainConfig
@@ -40,7 +40,7 @@ def describe_config(config: TrainConfig, autocast: Autocast) -> Described:
         ConfigError: The model or the data cannot be described.
         Exception: Whatever the user's code raises.
     """
-    found = launch(describe_on_rank, 1, config.model_dump_json(), autocast)[0]
+    found = launch(describe_on_rank, 1, config.model_dump_json(), autocast, stop_grace_s=QUICK_STOP_S)[0]
     state_bytes = min(_KINDS, key=lambda size: abs(size - found["optimizer_bytes"]))
     train = TrainSpec(
         global_batch_size=config.train.global_batch_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from meshwright.ranks.launch import launch
+from meshwright.ranks.launch import QUICK_STOP_S, launch
 from meshwright.spec.plan import Plan
 from meshwright.train.config.types import TrainConfig
 
@@ -27,7 +27,7 @@ def foresee_stage_messages(config: TrainConfig, plan: Plan) -> float:
         MeshwrightError: The model cannot be built, or cut into such stages.
         Exception: Whatever the user's code raises.
     """
-    sent = launch(foresee_on_rank, 1, config.model_dump_json(), plan.to_json())[0]
+    sent = launch(foresee_on_rank, 1, config.model_dump_json(), plan.to_json(), stop_grace_s=QUICK_STOP_S)[0]
     return sum(sent) / len(sent)
 
 

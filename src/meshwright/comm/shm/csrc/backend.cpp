@@ -87,14 +87,16 @@ void ShmBackend::shutdown() {
 
 void ShmBackend::leave_all() {
   while (true) {
-    ShmBackend* next = nullptr;
+    Ref<ShmBackend> next;
     {
       std::lock_guard<std::mutex> held(all().lock);
       if (all().backends.empty()) break;
-      next = *all().backends.begin();
-      all().backends.erase(next);
+      const auto first = all().backends.begin();
+      // Another thread may let go of the group meanwhile. One whose last owner has gone waits for the lock, and leaves by itself.
+      next = c10::weak_intrusive_ptr<ShmBackend>::reclaim_copy(*first).lock();
+      all().backends.erase(first);
     }
-    next->shutdown();  // without the lock: callbacks run here
+    if (next) next->shutdown();  // without the lock: callbacks run here
   }
   const WithoutGil without_gil;
   wait_for_detached();
