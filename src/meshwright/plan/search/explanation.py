@@ -26,8 +26,12 @@ def reasons_for(
     found = [_time(candidate), _memory(candidate, limit_bytes), *_strategies(candidate, task), *_mixed(task)]
     found += _halved(task)
     if candidate is not best:
-        slower = candidate.cost.step_s / best.cost.step_s - 1
-        found.append(f"{slower:.1%} slower than '{plan_of(best, task.train)}'")
+        slower, other = candidate.cost.step_s / best.cost.step_s - 1, plan_of(best, task.train)
+        found.append(
+            f"{slower:.1%} slower than '{other}'"
+            if slower >= 0
+            else f"{-slower:.1%} faster than '{other}', which is simpler: so near, that is preferred"
+        )
     elif faster_misses:
         miss = faster_misses[0]
         more = miss.cost.memory.peak - limit_bytes
