@@ -25,17 +25,18 @@ NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify h
 # Ranks and workers import the same modules again and again: without their bytecode each compiles them anew.
 test test-grid: export PYTHONDONTWRITEBYTECODE =
 
-# Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too. Units come first.
-# Each plan, setting and number of ranks runs a second time over gloo, in the same session (tests/parity/over_gloo.py).
-ALL := tests/unit tests/parity tests/transport tests/transport_torch tests/faults tests/docs
+# Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too. Each plan, setting
+# and number of ranks runs a second time over gloo, in the same session (tests/parity/over_gloo.py).
+RANKS := tests/parity tests/transport tests/transport_torch tests/faults tests/docs
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ALL) -n 3 -q --each-value --over-gloo
+	$(BIN)/python -m pytest tests/unit -n 2 -q
+	$(BIN)/python -m pytest $(RANKS) -n 3 -q --each-value --over-gloo
 
 # The campaign: every model under every plan with every setting, and all of it over gloo too. Hours; `-k` narrows it: make test-grid K=mlp
 K ?=
 test-grid: export MESHWRIGHT_FULL_GRID = 1
 test-grid: $(STAMP)
-	$(BIN)/python -m pytest tests/parity tests/transport tests/transport_torch tests/faults -n 3 -q -k "$(K)"
+	$(BIN)/python -m pytest $(RANKS:tests/docs=) -n 3 -q -k "$(K)"
 	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py) -k "$(K)"
 
 # The tests with another release of torch and the newest of everything else, in an environment in a temporary folder:
@@ -48,7 +49,8 @@ test-torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" --editable ".[dev]"
 	$(OTHER)/bin/python -m meshwright.comm.shm.build
-	$(OTHER)/bin/python -m pytest $(ALL) -n 3 -q --each-value
+	$(OTHER)/bin/python -m pytest tests/unit -n 2 -q
+	$(OTHER)/bin/python -m pytest $(RANKS) -n 3 -q --each-value
 
 # The committed table of the cells that `make test` runs.
 cells: $(STAMP)
