@@ -228,8 +228,9 @@ def test_groups_that_go_leave_nothing() -> None:
     many = testing.run_ranks(_open_things, 3, 12)
     assert_reports([entry[0] for entry in few + many], at_least=3 * 14 * 2)
     for rank, (first, second) in enumerate(zip(few, many, strict=True)):
-        # gloo closes its connections when its threads get to it; ours has nothing to wait for.
-        slack = 12 if backends.IS_GLOO else 0
+        # gloo closes its connections when its threads get to it; ours has nothing to wait for. A rank's other threads may have a
+        # file open at the moment. One file for each group would be ten more and thirty.
+        slack = 12 if backends.IS_GLOO else 2
         assert second[1] <= first[1] + slack, f"rank {rank} has {second[1]} files open, after fewer groups {first[1]}"
         assert second[2:] == first[2:], (
             f"rank {rank}: mappings and threads {second[2:]}, after fewer groups {first[2:]}"
