@@ -54,13 +54,12 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(trylast=True)  # of what the options and -k have left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let tests that mostly wait, for deadlines and for processes, stand evenly between those that compute."""
-    units = [item for item in items if item.nodeid.startswith("tests/unit/")]
     waiting = [item for item in items if item.nodeid.startswith("tests/faults/")]
-    others = [item for item in items if not item.nodeid.startswith(("tests/unit/", "tests/faults/"))]
+    others = [item for item in items if not item.nodeid.startswith("tests/faults/")]
     if waiting and others:
         places = [(number * len(others) / len(waiting), 0, item) for number, item in enumerate(waiting)]
         places += [(float(number), 1, item) for number, item in enumerate(others)]
-        items[:] = units + [item for *_, item in sorted(places, key=lambda place: place[:2])]
+        items[:] = [item for *_, item in sorted(places, key=lambda place: place[:2])]
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest alone, without xdist, knows no such hook

@@ -28,8 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what other cells stand for, and add what runs a second time over gloo."""
     again = over_gloo.repeated(items) if config.getoption("--over-gloo") else []
     if config.getoption("--each-value"):
-        units = {item for item in items if item.nodeid.startswith("tests/unit/")}
-        chosen = units | set(representatives.each_value([item for item in items if item not in units]))
+        chosen = set(representatives.each_value(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     items += again

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright._torch_dispatch import KeptBy, keep_results
 from meshwright._torch_private import (
     DEAR_OPERATORS,
+    FakeTensor,
     TorchDispatchMode,
     detach_with_version,
     pytree,
@@ -28,7 +29,6 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
-_PLAIN = (Tensor, nn.Parameter)
 
 _UNLIKE = "the forward of a layer that recompute runs again in backward does not do what it did the first time"
 
@@ -97,7 +97,8 @@ class _Kept:
                 if found is not None:
                     found.is_being_written()
         if operator in DEAR_OPERATORS:
-            self._hold(operator, result, args, kwargs)
+            if _have_values(args):
+                self._hold(operator, result, args, kwargs)
         elif self._of_storage and _may_alias_unseen(operator) and self._watch(result):
             self._has_other_views |= operator is not without_view
 
@@ -161,18 +162,25 @@ class _Kept:
         return results[index].take()
 
 
-class _Keeping(TorchDispatchMode):
-    """The mode of a forward: it keeps results, and sees every write."""
+class _KeptMode(TorchDispatchMode):
+    """A mode around a forward, or its repetition, that sees every operator."""
 
-    def __init__(self, kept: _Kept, writes: UnseenWrites) -> None:
+    def __init__(self, kept: _Kept) -> None:
         super().__init__()
         self._kept = kept
-        self._writes = writes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Tell torch that what it compiles on its own account is one operator."""
         return True
+
+
+class _Keeping(_KeptMode):
+    """The mode of a forward: it keeps results, and sees every write."""
+
+    def __init__(self, kept: _Kept, writes: UnseenWrites) -> None:
+        super().__init__(kept)
+        self._writes = writes
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -186,17 +194,8 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-class _Giving(TorchDispatchMode):
+class _Giving(_KeptMode):
     """The mode of the repetition after `_Keeping`: it returns kept results."""
-
-    def __init__(self, kept: _Kept) -> None:
-        super().__init__()
-        self._kept = kept
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Tell torch that what it compiles on its own account is one operator."""
-        return True
 
     def __enter__(self) -> Any:
         self._kept.begin_repetition()
@@ -257,8 +256,8 @@ def _detached(value: Any) -> Any:
 
 
 def _have_values(args: tuple[Any, ...]) -> bool:
-    """Tell whether a call is one of the forward's own, on plain tensors; a compiler's trial of it is not."""
-    return all(type(arg) in _PLAIN and not arg.is_meta for arg in args if isinstance(arg, Tensor))
+    """Tell whether a call is one of the forward's own; a compiler's trial of it is not. Both runs count the same calls."""
+    return not any(isinstance(arg, FakeTensor) or arg.is_meta for arg in args if isinstance(arg, Tensor))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
