@@ -95,6 +95,11 @@ def _read(path: Path) -> str:
         return ""
 
 
+def boot_id() -> str:
+    """Return what is the same for two processes only if one kernel has run both since it started; "" where it is not known."""
+    return _read(Path("/proc/sys/kernel/random/boot_id"))
+
+
 def resident_bytes() -> int:
     """Return the memory that this process holds in RAM [bytes]; 0 where the system does not say."""
     words = _read(Path("/proc/self/statm")).split()

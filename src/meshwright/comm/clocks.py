@@ -10,12 +10,12 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from meshwright.comm.communicator import Communicator
+from meshwright.host import boot_id
 
 __all__: list[str] = []
 
@@ -41,8 +41,7 @@ class ClockReading:
 
 def clock_name() -> str:
     """Return a text that is the same in two processes only if they read one CLOCK_MONOTONIC: boot and time namespace."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    if boot := boot_id():
         namespace = ""
         with contextlib.suppress(OSError):  # kernels before 5.6 have one for all
             namespace = os.readlink("/proc/self/ns/time")

@@ -8,8 +8,9 @@ import os
 import select
 import signal
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from meshwright.host import boot_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -116,7 +117,6 @@ class Neighbours:
 
 def process_numbers_place() -> str:
     """Return what is equal for processes that know each other by number: boot and name space; "" where that is not known."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}" if (boot := boot_id()) else ""
+    return ""

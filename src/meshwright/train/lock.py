@@ -19,6 +19,7 @@ import psutil
 
 from meshwright.checkpoint.durable import open_own_file
 from meshwright.errors import DirectoryInUseError
+from meshwright.host import boot_id
 
 __all__: list[str] = []
 
@@ -43,7 +44,7 @@ class Owner:
         """Return this process."""
         pid = os.getpid()
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(host=platform.node(), pid=pid, started=_start_of(pid) or "", boot=_boot(), since=since)
+        return cls(host=platform.node(), pid=pid, started=_start_of(pid) or "", boot=boot_id(), since=since)
 
     @classmethod
     def read(cls, text: str) -> Owner | None:
@@ -63,7 +64,7 @@ class Owner:
     @property
     def is_alive_beside_us(self) -> bool:
         """Whether it is another process, of this boot, that runs now."""
-        is_here = bool(self.boot) and self.boot == _boot() and self.pid > 0
+        is_here = bool(self.boot) and self.boot == boot_id() and self.pid > 0
         return is_here and self.pid != os.getpid() and _start_of(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -128,10 +129,3 @@ def _start_of(pid: int) -> str | None:
         return repr(psutil.Process(pid).create_time())
     except psutil.Error:
         return None
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

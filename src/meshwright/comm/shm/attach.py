@@ -14,10 +14,10 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.shm.build import BuildError, load_extension
+from meshwright.host import boot_id
 
 if TYPE_CHECKING:
     # Documented as torch.distributed's own, though its stubs do not say so.
@@ -175,8 +175,7 @@ def _refuse(cards: Sequence[_Card], global_ranks: Sequence[int] | None) -> None:
 
 def _place() -> str:
     """Return the kernel, process namespace and user, which two processes must share to open each other's files."""
-    parts = [str(os.getuid())]
+    parts = [str(os.getuid()), boot_id()]
     with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts) if len(parts) == 3 else f"{parts[0]}/{secrets.token_hex(8)}"
+    return "/".join(parts) if len(parts) == 3 and parts[1] else f"{parts[0]}/{secrets.token_hex(8)}"
