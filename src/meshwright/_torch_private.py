@@ -66,7 +66,6 @@ __all__ = [
     "set_worker_info",
     "storage_id",
     "unsafe_sparse",
-    "unsafe_view",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -115,8 +114,6 @@ LINEAR = torch._C._nn.linear  # pyright: ignore[reportPrivateImportUsage, report
 
 unsafe_sparse = torch.ops.aten._sparse_coo_tensor_unsafe
 """(indices, values, shape) -> a sparse tensor. torch 2.11 and 2.12 warn where the public function is told to check nothing."""
-unsafe_view = torch.ops.aten._unsafe_view
-"""What `view` gives, as a tensor of its own: autograd knows it for no view, so that it may be written over."""
 TURNS = frozenset(
     {
         torch.t,

@@ -31,9 +31,14 @@ def test_a_program_of_ones_own_under_torchrun(tmp_path: Path, monkeypatch: pytes
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    with Command(["-m", "torch.distributed.run", "--nproc-per-node", "2", str(path)]) as command:
-        # Nobody destroys the groups: the programs end with them alive.
+    logs = tmp_path / "logs"
+    options = ["--nproc-per-node", "2", "--redirects", "2", "--log-dir", str(logs)]
+    with Command(["-m", "torch.distributed.run", *options, str(path)]) as command:
+        # Nobody destroys the groups: the programs end with them alive, and without a word.
         assert command.finish() == 0
+    said = [path.read_text() for path in logs.rglob("stderr.log")]
+    assert len(said) == 2
+    assert not any("Traceback" in text for text in said), said
     assert command.lines == [{"backends": ["shm", "shm"], "sum": 6.0}] * 2
 
 

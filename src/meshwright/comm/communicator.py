@@ -118,13 +118,16 @@ class Communicator:
         self.axis = axis
         name = "" if process_group is None else cpu_backend_name(process_group)
         self._has_cpu_backend = process_group is None or bool(name)
-        self.shares_memory = name == "shm"
-        """Whether these ranks exchange CPU tensors through memory that they share."""
+        self.shares_memory = name == "shm"  # for tensors on the CPU
         self.on_enter: Callable[[str], None] | None = None
         self.on_exit: Callable[[], None] | None = None
         self.calls: PeerCalls | None = None
         self.looks_out = process_group is not None and exchanges_by_gloo_alone(process_group)
         """Whether a wait has to be cut into short ones: gloo does not look around by itself."""
+
+    def shares_memory_of(self, device: torch.device) -> bool:
+        """Tell whether these ranks exchange a device's tensors through memory that they share."""
+        return self.shares_memory and device.type == "cpu"
 
     def over(self, axis: str) -> Communicator:
         """Return the same ranks under another axis name, for the ledger."""
@@ -294,13 +297,13 @@ class Communicator:
         """
         if self.size == 1:
             return
-        shared = self.shares_memory and tensors[0].device.type == "cpu"
-        backend = cpu_backend(self.process_group) if shared and self.process_group is not None else None
+        given = self.process_group if self.shares_memory_of(tensors[0].device) else None
+        backend = None if given is None else cpu_backend(given)
 
         def call(_: bool) -> Any:
-            if backend is not None:
-                return backend.reduce_slices(list(tensors), list(ends))
-            return self._reduce_packed(tensors, ends)
+            if backend is None:
+                return self._reduce_packed(tensors, ends)
+            return backend.reduce_slices(list(tensors), list(ends))
 
         self.issue("reduce_scatter", sum(tensor.nbytes for tensor in tensors), call)
 

@@ -103,7 +103,7 @@ class LossWork:
         self._agreement.wait()  # where a rank cannot go on, all ranks exchange that first
         # Over shared memory it is faster after backward than in another thread now; but it must not come after
         # gradients that some ranks have begun to exchange by then.
-        shares_memory = engine.group.shares_memory and engine.device.type == "cpu"
+        shares_memory = engine.group.shares_memory_of(engine.device)
         later = is_trained is None or (shares_memory and not engine.exchanges_in_backward)
         has_begun = is_trained is not None and engine.may_stop_alone
         return SumExchange(

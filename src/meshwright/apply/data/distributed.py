@@ -57,7 +57,7 @@ class DistributedEngine(DataParallelEngine):
 
     def _make_buckets(self) -> GradientBuckets | LooseGradients:
         dense = [(name, parameter) for name, parameter in self.dense_parameters() if parameter.requires_grad]
-        if self._bucket_bytes is None and self.device.type == "cpu" and self.group.shares_memory:
+        if self._bucket_bytes is None and self.group.shares_memory_of(self.device):
             return LooseGradients(dense, self.group)
         return GradientBuckets(
             dense, self.group, bucket_bytes=self._bucket_bytes, overlap=self._overlap, reducer=self.reducer

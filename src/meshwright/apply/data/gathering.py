@@ -66,7 +66,7 @@ class Gathering(OwnGathering):
         self._module = module
         self._units = list(units)
         self._group = group
-        self._prefetches = sharding.prefetches and not (group.shares_memory and device.type == "cpu")
+        self._prefetches = sharding.prefetches and not group.shares_memory_of(device)
         self._gathered = {index for index, unit in enumerate(units) if unit.is_gathered}
         self._trainable = {index for index, unit in enumerate(units) if unit.is_trainable}
         self._order: list[Action] = []

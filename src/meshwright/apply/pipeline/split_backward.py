@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright._torch_private import LINEAR, run_backward, unsafe_view
+from meshwright._torch_private import LINEAR, run_backward, without_view
 
 __all__: list[str] = []
 
@@ -116,7 +116,7 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
 
 def _own(result: Tensor) -> Tensor:
     """Return a result that the model's code may write into; autograd refuses that for a view made by a Function."""
-    return unsafe_view(result, result.shape) if result._is_view() else result
+    return without_view(result, result.shape) if result._is_view() else result
 
 
 def _rows(x: Tensor) -> Tensor:

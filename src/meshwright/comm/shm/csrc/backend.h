@@ -32,6 +32,8 @@ using Ref = c10::intrusive_ptr<T>;
 
 class ShmBackend : public c10d::Backend {
  public:
+  static Ref<ShmBackend> make(std::shared_ptr<Segment> segment, const Settings& settings);
+  // By `make` alone, which enters it into the list of this process's groups.
   ShmBackend(std::shared_ptr<Segment> segment, const Settings& settings);
   ~ShmBackend() override;
   // The group's end comes with its last owner; works may still keep this object's memory.
