@@ -121,6 +121,7 @@ class ClusterSpec(Value):
         efficiency: Shares of the device's peaks that were measured here; None means those of the table of known devices.
         made_of: The kinds of hosts, where there are several; the other numbers are then the smallest of all of them.
         taken_by_others: Of the cores that measured this cluster, what other programs took meanwhile [share].
+        copied_bytes_per_s: What one process of this host copied of its memory before the measurement; 0: not known [bytes/s].
 
     Raises:
         ConfigError: A count is below 1, there are more than 1,048,576 devices, or several hosts and no network.
@@ -137,6 +138,7 @@ class ClusterSpec(Value):
     efficiency: Efficiency | None = None
     made_of: tuple[str, ...] = ()
     taken_by_others: float = 0.0
+    copied_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -151,6 +153,9 @@ class ClusterSpec(Value):
         )
         problems.require(
             0 <= self.taken_by_others <= 1, f"taken_by_others={self.taken_by_others} (rule: it is between 0 and 1)"
+        )
+        problems.require(
+            self.copied_bytes_per_s >= 0, f"copied_bytes_per_s={self.copied_bytes_per_s} (rule: it is not negative)"
         )
         problems.require(
             self.num_hosts <= 1 or self.network is not None,

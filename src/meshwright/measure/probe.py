@@ -15,6 +15,7 @@ from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, share_at
 from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.host import memory_group, usable_cores
+from meshwright.measure.host_pace import copy_rate
 from meshwright.measure.probe_cores import CoreUse, share_of_others
 from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, LARGE, STAGES, attention_rates, exchange_name
 from meshwright.ranks.launch import QUICK_STOP_S, launch
@@ -63,6 +64,7 @@ def probe_cluster(
         if on_stage is not None and rank == 0 and "probe" in event:
             on_stage(event["probe"], STAGES.index(event["probe"]), len(STAGES))
 
+    copied = copy_rate()
     try:
         ranks = launch(
             *(measure_on_rank, num_devices, budget_s),
@@ -72,7 +74,7 @@ def probe_cluster(
         )
     except StoppedOnRequest as error:
         raise StoppedOnRequest("the measurement of this machine was stopped; nothing of it is kept") from error
-    return _cluster_of(ranks)
+    return dataclasses.replace(_cluster_of(ranks), copied_bytes_per_s=copied)
 
 
 def measure_on_rank(budget_s: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import meshwright as mw
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec, load_cluster
+from meshwright.measure import host_pace
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning import predictor as module
@@ -84,6 +85,29 @@ def test_what_was_measured_beside_others_is_measured_anew_once_they_are_gone(
     assert machine.this_machine(2, 1, measure=False) == disturbed
     assert machine.this_machine(2, 1) == quiet
     assert machine.this_machine(2, 1, measure=False) == quiet
+
+
+def test_a_host_of_another_pace_is_measured_anew_once_no_programs_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus = dataclasses.replace(kept(monkeypatch, tmp_path / "cache"), copied_bytes_per_s=8e9)
+    fast = dataclasses.replace(gpus, device=dataclasses.replace(gpus.device, name="cpu"))
+    slow = dataclasses.replace(fast, name="slow", copied_bytes_per_s=5e9)
+    machine.keep_cluster(fast, 2, 1)
+    monkeypatch.setattr(machine, "probe_cluster", lambda *_args, **_options: slow)
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    monkeypatch.setattr(host_pace, "_rate_now", lambda: 7e9)
+    assert machine.this_machine(2, 1) == fast
+    monkeypatch.setattr(host_pace, "_rate_now", lambda: 5e9)
+    assert not host_pace.has_other_pace(gpus)
+    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    assert machine.this_machine(2, 1) == fast
+    assert "0.62 times" in host_pace.pace_text(fast)
+    assert "too short" in host_pace.pace_text(fast)
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    assert machine.this_machine(2, 1) == slow
+    monkeypatch.setattr(machine, "probe_cluster", lambda *_args, **_options: fast)
+    assert machine.this_machine(2, 1) == slow, "its own pace is no reason"
 
 
 def test_a_named_cluster_takes_the_machines_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from meshwright.errors import ApplyError, ConfigError
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.cluster import LinkSpec
 from meshwright.host import usable_cores
+from meshwright.measure.host_pace import has_other_pace, pace_text
 from meshwright.measure.probe_cores import disturbed_text, is_disturbed
 from meshwright.plan.search.ranking import make_plans, predict_plan
 from meshwright.spec.model import Autocast
@@ -20,7 +21,7 @@ from meshwright.train.config.checks import check_config, visible_devices
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning.config_model import Described, describe_config, precision_of
 from meshwright.train.planning.stage_messages import can_be_foreseen, foresee_stage_messages
-from meshwright.train.planning.this_machine import is_outdated, is_switched_off, this_machine
+from meshwright.train.planning.this_machine import is_named, is_outdated, is_switched_off, this_machine
 
 __all__: list[str] = []
 
@@ -56,7 +57,7 @@ class Predictor:
         self._tell = tell
         self._described: dict[Autocast, Described] = {}
         self._why_not = ""
-        self._told_disturbed = False
+        self._has_warned = False
 
     def predict(self, plan: Plan, threads: int | None = None) -> Foreseen:
         """Return what a step of a plan should cost.
@@ -165,10 +166,15 @@ class Predictor:
             )
             self._tell(f"measuring this machine for {ranks}, once; it is kept for later runs")
             cluster = this_machine(num_ranks, threads)
-        if cluster is not None and is_disturbed(cluster) and not self._told_disturbed:
-            self._told_disturbed = True
-            self._tell(f"warning: {disturbed_text(cluster)}")
+        if cluster is not None and not self._has_warned:
+            self._warn(cluster)
         return cluster
+
+    def _warn(self, cluster: ClusterSpec) -> None:
+        disturbed = is_disturbed(cluster)
+        self._has_warned = disturbed or (not is_named() and has_other_pace(cluster))
+        if self._has_warned:
+            self._tell(f"warning: {disturbed_text(cluster) if disturbed else pace_text(cluster)}")
 
 
 def threads_of(plan: Plan) -> int:

@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec, load_cluster
 from meshwright.host import private_cache_directory, processor_name, usable_cores
 from meshwright.kept_files import keep_file, read_kept_file
+from meshwright.measure.host_pace import has_other_pace
 from meshwright.measure.probe import probe_cluster
 from meshwright.measure.probe_cores import is_busy, is_disturbed
 from meshwright.ranks.environment import choose_transport
@@ -24,13 +25,18 @@ __all__: list[str] = []
 CLUSTER_VARIABLE: Final = "MESHWRIGHT_CLUSTER"
 """Environment variable: a cluster to predict for, as `load_cluster` takes it, in place of this host; "none" predicts nothing."""
 
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 """Of what a probe measures: kept files of another one are not used."""
 
 
 def is_switched_off() -> bool:
     """Tell whether nothing is to be predicted."""
     return os.environ.get(CLUSTER_VARIABLE) == "none"
+
+
+def is_named() -> bool:
+    """Tell whether a cluster is named in this host's place, whose pace now says nothing of it."""
+    return bool(os.environ.get(CLUSTER_VARIABLE))
 
 
 def this_machine(
@@ -74,8 +80,11 @@ def this_machine(
 
 
 def is_outdated(cluster: ClusterSpec) -> bool:
-    """Tell whether a kept cluster was measured beside other programs that no longer run; the answer takes 0.2 s then."""
-    return is_disturbed(cluster) and not is_busy()
+    """Tell whether a kept cluster no longer holds, and can be measured: no other programs run now; it takes 0.2 s and more.
+
+    It was measured beside programs that no longer run, or this host has become slower or faster.
+    """
+    return not is_named() and (is_disturbed(cluster) or has_other_pace(cluster)) and not is_busy()
 
 
 def keep_cluster(cluster: ClusterSpec, num_ranks: int, threads: int) -> None:
