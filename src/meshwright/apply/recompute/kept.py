@@ -1,8 +1,10 @@
 """Results that a layer keeps from its forward, so that its repetition need not compute them (selective recompute).
 
 A kept result is valid only while nothing writes over it: one that was written over is computed again. Writes show in the version
-counters of the result and of its views. Those through `.data` show in none. So a layer's first forward runs under a mode that
-sees every operator; a layer that writes in this way keeps the mode. All others pay for the kept operators alone (ADR 0032).
+counters of the result and of its views. Those through `.data` show in none, and those of NumPy in no operator either. So a
+layer's first forward runs under a mode that sees every operator, and compares digests of the values. A layer that writes through
+`.data`, or whose code says that it might, keeps the mode; one that writes past operators keeps nothing. All others pay for the
+kept operators alone (ADR 0032).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from meshwright._torch_private import (
     storage_id,
     without_view,
 )
+from meshwright.apply.recompute.foreign_writes import digest, may_write_past_operators, may_write_past_versions
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -39,12 +42,17 @@ class _OperatorResult:
     Args:
         value: A tensor, or a structure of tensors and other values.
         given: The shapes of the operator's tensor arguments.
+        is_digested: Whether the values are looked at, too, before they are given.
     """
 
-    def __init__(self, value: Any, given: list[torch.Size]) -> None:
+    def __init__(self, value: Any, given: list[torch.Size], *, is_digested: bool = False) -> None:
         self.given = given
+        tensors = tensors_in(value)
+        if any(tensor.is_inference() for tensor in tensors):  # they have no version, and no backward needs them
+            value, tensors = None, []
         self._value = _detached(value)
         self._versions = [(tensor, tensor._version) for tensor in tensors_in(self._value)]
+        self._digests = [digest(tensor) for tensor in tensors] if is_digested else []
         self._is_written = False
 
     def watch(self, view: Tensor) -> None:
@@ -56,6 +64,7 @@ class _OperatorResult:
         """Drop the tensors: the repetition computes them."""
         self._value = None
         self._versions = []
+        self._digests = []
 
     def is_being_written(self) -> None:
         """Drop the value; the versions stay until `was_written_unseen` has compared them."""
@@ -70,6 +79,12 @@ class _OperatorResult:
         self.forget()
         return is_unseen
 
+    def has_other_values(self) -> bool:
+        """Tell whether the values have changed in a way that neither a version counter nor a mode shows."""
+        if self._value is None or not self._digests or not self._has_versions():
+            return False
+        return [digest(tensor) for tensor in tensors_in(self._value)] != self._digests
+
     def take(self) -> Any:
         """Return the value, once; None where it has been written over."""
         value = self._value if self._has_versions() else None
@@ -81,9 +96,15 @@ class _OperatorResult:
 
 
 class _Kept:
-    """The kept results of one forward of a layer."""
+    """The kept results of one forward of a layer.
 
-    def __init__(self) -> None:
+    Args:
+        writes: What is known of the layer's writes.
+    """
+
+    def __init__(self, writes: UnseenWrites) -> None:
+        self._writes = writes
+        self._are_digested = False
         self._results: dict[Any, list[_OperatorResult]] = collections.defaultdict(list)
         self._of_storage: dict[int, _OperatorResult] = {}
         self._calls: collections.Counter[Any] = collections.Counter()
@@ -104,13 +125,22 @@ class _Kept:
 
     def keep(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the forward, which is kept or makes a view."""
-        result = run()
+        result = self.run(operator, run, args, kwargs)
         if operator is without_view:  # its result lies in its argument's memory, with a version counter of its own
             if self._of_storage:
                 self._watch(result)
         elif _have_values(args):
             self._hold(operator, result, args, kwargs)
         return result
+
+    def run(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of the forward; a call that raises is counted too, since the repetition makes it again."""
+        try:
+            return run()
+        except Exception:
+            if operator in DEAR_OPERATORS and _have_values(args):
+                self._results[operator].append(_OperatorResult(None, _shapes(args, kwargs)))
+            raise
 
     def give(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return an operator's result in the repetition: the kept one, or a new one where there is none."""
@@ -121,19 +151,29 @@ class _Kept:
         kept = self._take(operator, index, args, kwargs)
         return run() if kept is None else kept
 
+    def begin_digests(self) -> None:
+        """Look at the values of results from here on."""
+        self._are_digested = True
+
     def begin_repetition(self) -> None:
         """Count calls from the first one on."""
         self._calls.clear()
 
-    def was_written_unseen(self) -> bool:
-        """Tell, after the forward, whether it wrote over a result, or could, in a way that no version counter shows."""
-        unseen = [entry.was_written_unseen() for entries in self._results.values() for entry in entries]  # all are told
-        return self._has_other_views or any(unseen)
+    def tell_writes(self) -> None:
+        """Record, after the forward, whether it wrote over a result, or could, in a way that no version counter shows."""
+        entries = [entry for entries in self._results.values() for entry in entries]
+        unseen = [entry.was_written_unseen() for entry in entries]  # all are told
+        self._writes.are_there |= self._has_other_views or any(unseen)
+        for entry in entries:
+            if entry.has_other_values():
+                entry.forget()
+                self._writes.are_foreign = True
 
     def _hold(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entry = _OperatorResult(result, _shapes(args, kwargs))
+        draws = _draws(operator, args, kwargs)
+        entry = _OperatorResult(result, _shapes(args, kwargs), is_digested=self._are_digested and not draws)
         self._results[operator].append(entry)
-        if _draws(operator, args, kwargs):
+        if draws:
             entry.forget()
             return
         self._of_storage.update((storage_id(tensor), entry) for tensor in tensors_in(result))
@@ -159,6 +199,9 @@ class _Kept:
                 ),
                 fix="use recompute=full or recompute=none",
             )
+        if results[index].has_other_values():  # the model has written over a result of the layer after its forward
+            results[index].forget()
+            self._writes.are_foreign = True
         return results[index].take()
 
 
@@ -181,15 +224,17 @@ class _Keeping(_KeptMode):
     def __init__(self, kept: _Kept, writes: UnseenWrites) -> None:
         super().__init__(kept)
         self._writes = writes
+        if not writes.are_known:
+            kept.begin_digests()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._writes.are_there |= self._kept.was_written_unseen()
+        self._kept.tell_writes()
         self._writes.are_known = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self._kept.run(func, functools.partial(func, *args, **kwargs), args, kwargs)
         self._kept.note(func, result, args, kwargs)
         return result
 
@@ -206,11 +251,18 @@ class _Giving(_KeptMode):
 
 
 class UnseenWrites:
-    """Whether a layer writes over results in ways that no version counter shows; its forwards under the mode tell."""
+    """Whether a layer writes over results in ways that no version counter shows; its code and its forwards under the mode tell.
 
-    def __init__(self) -> None:
+    Args:
+        names: The names that its code looks up.
+    """
+
+    def __init__(self, names: set[str] | None = None) -> None:
         self.are_known = False
-        self.are_there = False
+        self.are_there = may_write_past_versions(names or set())
+        """Whether it writes by operators, past version counters."""
+        self.are_foreign = may_write_past_operators(names or set())
+        """Whether it writes past operators, too: nothing can be kept."""
 
 
 def keeping_contexts(writes: UnseenWrites, *, sees_all: bool = False) -> tuple[Any, Any]:
@@ -220,7 +272,7 @@ def keeping_contexts(writes: UnseenWrites, *, sees_all: bool = False) -> tuple[A
         writes: What is known of the layer's writes.
         sees_all: Whether every operator is looked at; so it is until writes are known.
     """
-    kept = _Kept()
+    kept = _Kept(writes)
     if sees_all or writes.are_there or not writes.are_known:
         return _Keeping(kept, writes), _Giving(kept)
     _hand_over()
