@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import meshwright as mw
 from meshwright._torch_dispatch import KeptBy
@@ -120,6 +121,46 @@ def test_operators_that_are_not_kept_have_the_same_bits(dtype: torch.dtype) -> N
 def test_a_layer_may(act: Any) -> None:
     without, found = (_steps(act, plan, torch.float64) for plan in ("single", "recompute=selective"))
     assert [place for place, pair in enumerate(zip(found, without, strict=True)) if not torch.equal(*pair)] == []
+
+
+@pytest.mark.parametrize("sees_all", [True, False])
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_forward_may_compute_gradients(sees_all: bool, stops: bool) -> None:
+    """Torch repeats it then before it is over, and under an inspection to its end: it was refused, or kept what it repeated."""
+    weight, other = (torch.linspace(low, 1, 16, dtype=torch.float64).reshape(4, 4).requires_grad_() for low in (-1, 0))
+
+    def run(x: Tensor) -> Tensor:
+        y = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(torch.tanh(y @ weight) @ other).sum(), y, create_graph=True)
+        return torch.tanh((x - slope) @ weight) @ other + torch.tanh(slope @ other) @ weight
+
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+    expected = torch.autograd.grad(run(x).square().sum(), (weight, other))
+    writes = kept.UnseenWrites()
+    for _ in range(3):
+        contexts = functools.partial(kept.keeping_contexts, writes, sees_all=sees_all)
+        with set_checkpoint_early_stop(stops):
+            result = checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+            found = torch.autograd.grad(result.square().sum(), (weight, other))
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def _gradient_of_a_function(block: Block, _: int, h: Tensor) -> Tensor:
+    return torch.func.grad(lambda t: block.b(t).sum())(h)
+
+
+def _nested(_: Block, _calls: int, h: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, len(h)])).sin().values()
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("act", "message"), [(_gradient_of_a_function, "torch.func"), (_nested, "saves other tensors")]
+)
+def test_what_torch_cannot_repeat_is_refused_with_a_fix(act: Any, message: str, kind: str) -> None:
+    with pytest.raises(mw.ApplyError, match=f"(?s){message}.*fix: use recompute=none"):
+        _steps(act, f"recompute={kind}", torch.float64)
+    assert _steps(act, "recompute=none", torch.float64)
 
 
 @pytest.mark.parametrize("device", ["CPU", "CUDA", "Meta"])

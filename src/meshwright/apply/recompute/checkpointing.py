@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright._torch_private import DEAR_OPERATORS
+from meshwright._torch_texts import says_no_saved_hooks
 from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.apply.recompute.foreign_writes import names_of_forward
@@ -40,6 +41,7 @@ from meshwright.apply.state.outside import Elsewhere, Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.layers import find_layers
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -180,7 +182,16 @@ def _run_twice(
     # Otherwise the repetition stops at the last tensor that backward needs, before the results exist.
     with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
         function, arguments = hold_arguments(twice, kept_args)
-        result = checkpoint_closed(function, *arguments, **options, **kept_kwargs)
+        try:
+            result = checkpoint_closed(function, *arguments, **options, **kept_kwargs)
+        except RuntimeError as error:
+            if not says_no_saved_hooks(error):
+                raise
+            raise ApplyError(
+                f"{type(layer).__name__} computes derivatives with torch.func (grad, vjp, jacrev), which torch does not allow in "
+                "a forward that backward repeats",
+                fix="use recompute=none, or torch.autograd.grad with create_graph=True",
+            ) from error
     owner.writers.end(layer, inputs, type(layer).__name__)
     return result
 

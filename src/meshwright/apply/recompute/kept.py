@@ -22,77 +22,17 @@ from meshwright._torch_private import (
     DEAR_OPERATORS,
     FakeTensor,
     TorchDispatchMode,
-    detach_with_version,
-    pytree,
     storage_id,
     without_view,
 )
-from meshwright.apply.recompute.foreign_writes import digest, may_write_past_operators, may_write_past_versions
+from meshwright.apply.recompute.foreign_writes import may_write_past_operators, may_write_past_versions
+from meshwright.apply.recompute.operator_results import OperatorResult, tensors_in
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
 
 _UNLIKE = "the forward of a layer that recompute runs again in backward does not do what it did the first time"
-
-
-class _OperatorResult:
-    """The result of one operator.
-
-    Args:
-        value: A tensor, or a structure of tensors and other values.
-        given: The shapes of the operator's tensor arguments.
-        is_digested: Whether the values are looked at, too, before they are given.
-    """
-
-    def __init__(self, value: Any, given: list[torch.Size], *, is_digested: bool = False) -> None:
-        self.given = given
-        tensors = tensors_in(value)
-        if any(tensor.is_inference() for tensor in tensors):  # they have no version, and no backward needs them
-            value, tensors = None, []
-        self._value = _detached(value)
-        self._versions = [(tensor, tensor._version) for tensor in tensors_in(self._value)]
-        self._digests = [digest(tensor) for tensor in tensors] if is_digested else []
-        self._is_written = False
-
-    def watch(self, view: Tensor) -> None:
-        """Watch the version of another tensor of the same memory: not all views share their base's counter."""
-        view = detach_with_version(view)
-        self._versions.append((view, view._version))
-
-    def forget(self) -> None:
-        """Drop the tensors: the repetition computes them."""
-        self._value = None
-        self._versions = []
-        self._digests = []
-
-    def is_being_written(self) -> None:
-        """Drop the value; the versions stay until `was_written_unseen` has compared them."""
-        self._value = None
-        self._is_written = True
-
-    def was_written_unseen(self) -> bool:
-        """Tell, after the forward, whether no version counter shows a write that the mode has seen."""
-        if not self._is_written:
-            return False
-        is_unseen = self._has_versions()
-        self.forget()
-        return is_unseen
-
-    def has_other_values(self) -> bool:
-        """Tell whether the values have changed in a way that neither a version counter nor a mode shows."""
-        if self._value is None or not self._digests or not self._has_versions():
-            return False
-        return [digest(tensor) for tensor in tensors_in(self._value)] != self._digests
-
-    def take(self) -> Any:
-        """Return the value, once; None where it has been written over."""
-        value = self._value if self._has_versions() else None
-        self.forget()
-        return value
-
-    def _has_versions(self) -> bool:
-        return all(tensor._version == version for tensor, version in self._versions)
 
 
 class _Kept:
@@ -105,13 +45,17 @@ class _Kept:
     def __init__(self, writes: UnseenWrites) -> None:
         self._writes = writes
         self._are_digested = False
-        self._results: dict[Any, list[_OperatorResult]] = collections.defaultdict(list)
-        self._of_storage: dict[int, _OperatorResult] = {}
+        self._results: dict[Any, list[OperatorResult]] = collections.defaultdict(list)
+        self._of_storage: dict[int, OperatorResult] = {}
         self._calls: collections.Counter[Any] = collections.Counter()
         self._has_other_views = False
+        self._is_over = False
+        self._num_repetitions = 0  # under way: one begins before the forward is over, where that computes a gradient
 
     def note(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record an operator's call in the forward."""
+        if self._num_repetitions:
+            return
         if self._of_storage:
             for tensor in _written(operator, args, kwargs):
                 found = self._of_storage.pop(storage_id(tensor), None)
@@ -138,8 +82,8 @@ class _Kept:
         try:
             return run()
         except Exception:
-            if operator in DEAR_OPERATORS and _have_values(args):
-                self._results[operator].append(_OperatorResult(None, _shapes(args, kwargs)))
+            if operator in DEAR_OPERATORS and _have_values(args) and not self._num_repetitions:
+                self._results[operator].append(OperatorResult(None, _shapes(args, kwargs)))
             raise
 
     def give(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,6 +102,15 @@ class _Kept:
     def begin_repetition(self) -> None:
         """Count calls from the first one on."""
         self._calls.clear()
+        self._num_repetitions += 1
+
+    def end_repetition(self) -> None:
+        """Go on with the forward, where it is not over."""
+        self._num_repetitions -= 1
+
+    def end_forward(self) -> None:
+        """Expect no more calls in a repetition than there were until now."""
+        self._is_over = True
 
     def tell_writes(self) -> None:
         """Record, after the forward, whether it wrote over a result, or could, in a way that no version counter shows."""
@@ -171,7 +124,7 @@ class _Kept:
 
     def _hold(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         draws = _draws(operator, args, kwargs)
-        entry = _OperatorResult(result, _shapes(args, kwargs), is_digested=self._are_digested and not draws)
+        entry = OperatorResult(result, _shapes(args, kwargs), is_digested=self._are_digested and not draws)
         self._results[operator].append(entry)
         if draws:
             entry.forget()
@@ -188,6 +141,8 @@ class _Kept:
 
     def _take(self, operator: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = self._results[operator]
+        if index >= len(results) and not self._is_over:
+            return None
         if index >= len(results) or results[index].given != _shapes(args, kwargs):
             name = str(operator).removesuffix(".default")
             raise ApplyError(
@@ -229,6 +184,7 @@ class _Keeping(_KeptMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self._kept.end_forward()
         self._kept.tell_writes()
         self._writes.are_known = True
 
@@ -245,6 +201,10 @@ class _Giving(_KeptMode):
     def __enter__(self) -> Any:
         self._kept.begin_repetition()
         return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._kept.end_repetition()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self._kept.give(func, functools.partial(func, *args, **(kwargs or {})), args, kwargs or {})
@@ -276,11 +236,23 @@ def keeping_contexts(writes: UnseenWrites, *, sees_all: bool = False) -> tuple[A
     if sees_all or writes.are_there or not writes.are_known:
         return _Keeping(kept, writes), _Giving(kept)
     _hand_over()
-    return KeptBy(kept.keep), _GivingBack(kept)
+    return _KeepingByKey(kept), _GivingByKey(kept)
 
 
-class _GivingBack(KeptBy):
-    """The context of the repetition after a forward that was not under a mode."""
+class _KeepingByKey(KeptBy):
+    """The context of a forward whose writes are known."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__(kept.keep)
+        self._kept = kept
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._kept.end_forward()
+
+
+class _GivingByKey(KeptBy):
+    """The context of the repetition after such a forward."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__(kept.give)
@@ -290,6 +262,10 @@ class _GivingBack(KeptBy):
         self._kept.begin_repetition()
         super().__enter__()
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._kept.end_repetition()
+
 
 @functools.cache
 def _hand_over() -> None:
@@ -298,25 +274,9 @@ def _hand_over() -> None:
     keep_results({str(operator).removeprefix("aten.").removesuffix(".default"): operator for operator in operators})
 
 
-def _detached(value: Any) -> Any:
-    """Return the result of an operator without its graph; its tensors share their version counters."""
-    if isinstance(value, Tensor):
-        return detach_with_version(value)
-    if type(value) is tuple:
-        return tuple(detach_with_version(one) if isinstance(one, Tensor) else one for one in value)
-    return pytree.tree_map_only(Tensor, detach_with_version, value)
-
-
 def _have_values(args: tuple[Any, ...]) -> bool:
     """Tell whether a call is one of the forward's own; a compiler's trial of it is not. Both runs count the same calls."""
     return not any(isinstance(arg, FakeTensor) or arg.is_meta for arg in args if isinstance(arg, Tensor))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors among the arguments or results of an operator or a layer."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:
