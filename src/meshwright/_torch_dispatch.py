@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,22 @@ __all__ = [
     "keep_results",
     "replace_draws",
 ]
+
+
+_COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
+_DEVICES = ("CPU", "CUDA", "Meta", "MPS", "XPU", "PrivateUse1", "QuantizedCPU", "QuantizedCUDA")
+
+
+def _with_kernels(keys: Sequence[str]) -> set[str]:
+    """Return the names of all operators with a kernel at one of these keys."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    return {name for key in keys for name in registered(key)}
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Return the library and the operator of a full name."""
+    library, _, operator = name.partition("::")
+    return library, operator
 
 
 class _DispatchKey:
@@ -48,6 +64,25 @@ class _DispatchKey:
         for name, kernel in with_keys.items():
             own.impl(name, kernel, with_keyset=True)
         self._libraries.extend((rest, own))
+
+    def pass_by(self, kept: set[str]) -> None:
+        """Have operators fall through that have a kernel for all devices (composite) beside those of devices, for good.
+
+        At keys of devices, which this one is to torch, a fallback is not enough: such operators run the composite kernel before
+        it, in place of the CPU's or the GPU's own. `layer_norm` then has other bits, and is several times slower. Operators that
+        choose their device first would arrive at the fallthrough itself; their composite kernels are those that devices have.
+
+        Args:
+            kept: Names of operators that get kernels of their own at this key.
+        """
+        found = (_with_kernels(_COMPOSITE) & _with_kernels(_DEVICES)) - _with_kernels(("BackendSelect",)) - kept
+        libraries = {
+            space: torch.library.Library(space, "IMPL", self.name) for space in {_parts(name)[0] for name in found}
+        }
+        for name in found:
+            space, operator = _parts(name)
+            libraries[space].impl(operator, torch.library.fallthrough_kernel)
+        self._libraries.extend(libraries.values())
 
     def is_included(self) -> bool:
         """Tell whether this thread's calls arrive at the kernels."""
@@ -148,12 +183,18 @@ def keep_results(operators: Mapping[str, Any]) -> None:
                 return operator.redispatch(keys.remove(_RESULTS.value), *args, **kwargs)
 
             # A backward inside of the forward may run in another thread, where nobody keeps: so it is left alone in any.
-            if _keepers.now is None or _keepers.now[1] != _autograd_run():
+            now = _keepers.now
+            if now is None or now[1] != _autograd_run():
                 return run()
-            return _keepers.now[0](operator, run, args, kwargs)
+            _keepers.now = None  # what a kernel calls is not called where its result is given
+            try:
+                return now[0](operator, run, args, kwargs)
+            finally:
+                _keepers.now = now
 
         return kernel
 
+    _RESULTS.pass_by({f"aten::{name}" for name in operators})
     _RESULTS.replace({}, {name: kernel_of(operator) for name, operator in operators.items()})
 
 

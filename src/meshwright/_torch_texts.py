@@ -33,6 +33,7 @@ _PEER_GONE = (
 _NOT_YET = "Operation timed out!"
 _INTO_EXPANDED = "more than one element of the written-to tensor"
 _NOT_RESIZABLE = "resize storage that is not resizable"
+_NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 _NOT_ASSIGNED = re.compile(r"[Cc]annot assign .*(non-leaf Tensor|as parameter)")
 
 
@@ -55,6 +56,11 @@ def says_written_into_expanded(error: RuntimeError) -> bool:
 def says_not_resizable(error: RuntimeError) -> bool:
     """Tell whether torch cannot make a tensor's memory larger, since it did not come from torch's own allocator."""
     return _NOT_RESIZABLE in str(error)
+
+
+def says_no_saved_hooks(error: RuntimeError) -> bool:
+    """Tell whether a transform of torch.func refuses to run inside of a checkpoint."""
+    return _NO_SAVED_HOOKS in str(error)
 
 
 def says_not_assigned(error: Exception) -> bool:

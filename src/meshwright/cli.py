@@ -9,13 +9,14 @@ import contextlib
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from meshwright.cli_checkpoint import JsonOption, checkpoint
-from meshwright.errors import ConfigError, MeshwrightError, StorageError
+from meshwright.errors import ConfigError, MeshwrightError, StorageError, exit_code_of
 from meshwright.texts import clean
 
 __all__: list[str] = []
@@ -27,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 120},  # of the terminal's; without it text ends at 80 in any
 )
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
@@ -322,3 +324,15 @@ def main() -> None:
         # Who reads the output has gone, as `head` does; the interpreter would flush once more, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(StorageError.exit_code)
+    except Exception as error:  # noqa: BLE001 - of the user's code
+        told = traceback.TracebackException.from_exception(error)
+        told.stack = traceback.StackSummary.from_list(
+            [frame for frame in told.stack if not _is_of_commands(frame.filename)]
+        )
+        print(clean("".join(told.format())), file=sys.stderr)
+        sys.exit(exit_code_of(error))
+
+
+def _is_of_commands(file: str) -> bool:
+    """Tell whether a file is of what reads command lines, which says nothing about an error of the user's code."""
+    return file == __file__ or not {"typer", "click"}.isdisjoint(Path(file).parts)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from meshwright import __version__, cli
@@ -39,6 +40,21 @@ def run_main(monkeypatch, capsys, *arguments):
         cli.main()
     out, err = capsys.readouterr()
     return left.value.code or 0, out, err
+
+
+def test_an_error_of_the_users_code_shows_its_own_frames(monkeypatch, capsys):
+    def fail():
+        raise ValueError("the user's own")
+
+    broken = typer.Typer(pretty_exceptions_enable=False)
+    broken.command()(fail)
+    monkeypatch.setattr(cli, "app", broken)
+    code, _, err = run_main(monkeypatch, capsys)
+    assert code == UserCodeError.exit_code
+    assert "in fail" in err
+    assert err.rstrip().endswith("ValueError: the user's own")
+    assert "click" not in err
+    assert "typer" not in err.replace("typer.Typer", "")
 
 
 def test_version(monkeypatch, capsys):

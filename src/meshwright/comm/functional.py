@@ -32,8 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright._torch_dispatch import is_transformed
 from meshwright.comm.communicator import Communicator
-from meshwright.errors import ConfigError
+from meshwright.errors import ApplyError, ConfigError
 
 __all__ = [
     "all_gather_along",
@@ -54,6 +55,11 @@ def _make(
     watcher = WATCHERS.get(threading.get_ident()) if WATCHERS else None
     if watcher is not None:
         return watcher(name, function, tensor, group, *rest)
+    if is_transformed():
+        raise ApplyError(
+            f"a transform of torch.func (vmap, grad, jvp) runs code that ranks have cut: it has no rule for an exchange ({name})",
+            fix="use a plan without tp (dp, zero), or compute the derivative with torch.autograd",
+        )
     return function.apply(tensor, group, *rest)
 
 

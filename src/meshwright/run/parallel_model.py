@@ -15,6 +15,7 @@ from meshwright._torch_texts import says_written_into_expanded
 from meshwright.apply.data.flat_unit import WRITE_WHOLE
 from meshwright.apply.engine import Engine
 from meshwright.apply.recompute.checkpointing import Recompute
+from meshwright.apply.recompute.repetition import unlike_saves_told
 from meshwright.apply.shards.state_dicts import StateGuard
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.batches import BatchSplitter
@@ -162,11 +163,12 @@ class ParallelModel:
             look_for_step(self)
             switch.moment.steps += 1
             self._number_draws(evaluates=False)
-            result = self.stepper.step(
-                batch,
-                wants_stop=self.world.stop_requested(),
-                on_phase=lambda phase: self.world.report_progress(number, phase),
-            )
+            with unlike_saves_told(self.plan.recompute):
+                result = self.stepper.step(
+                    batch,
+                    wants_stop=self.world.stop_requested(),
+                    on_phase=lambda phase: self.world.report_progress(number, phase),
+                )
         self.num_steps += 1
         return result
 
@@ -261,7 +263,8 @@ class ParallelModel:
         """
         with self.engine.switch.plain(), self.told("backward"):
             look_for_step(self)
-            return self._own_loop.backward(loss, weight, retain_graph=retain_graph)
+            with unlike_saves_told(self.plan.recompute):
+                return self._own_loop.backward(loss, weight, retain_graph=retain_graph)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the whole model's gradient to a 2-norm of at most `max_norm`; every rank calls it after `backward`.

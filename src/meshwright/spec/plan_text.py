@@ -15,6 +15,12 @@ from meshwright.values import Problems
 
 __all__: list[str] = []
 
+_OF_OTHERS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("ddp", "dp_replicate"), "dp={n}"),
+    **dict.fromkeys(("fsdp", "fsdp2", "dp_shard"), "dp={n},zero=3"),
+}
+"""Name of other tools for a degree -> the keys that it is written with here."""
+
 
 def _parse_int(text: str) -> int:
     if re.fullmatch(r"[+-]?[0-9]{1,18}", text) is None:
@@ -133,7 +139,10 @@ def parse_line(text: str) -> tuple[str | None, dict[str, Any]]:
         elif key not in _PARSERS:
             start = key.partition(" ")[0]
             first = f"; a preset stands alone before a comma: '{start},...'" if start in PRESETS else ""
-            problems.add(f"unknown key '{key}'{first or did_you_mean(key, _PARSERS)}; known: {', '.join(_PARSERS)}")
+            own = _OF_OTHERS.get(key.lower())
+            hint = first or ("" if own else did_you_mean(key, _PARSERS))
+            fix = f"write '{text.replace(word, own.format(n=value))}'" if own and value.isdecimal() else None
+            problems.add(f"unknown key '{key}'{hint}; known: {', '.join(_PARSERS)}", fix=fix)
         elif key in entries:
             problems.add(f"'{key}' is given twice", fix=f"keep one {key}=")
         else:

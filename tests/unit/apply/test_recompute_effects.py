@@ -266,7 +266,7 @@ def test_only_layers_that_write_unseen_run_under_a_mode(way: str, is_unseen: boo
         kinds.append(type(keeping).__name__)
         with keeping:
             layer(torch.randn(2, 3, 6, dtype=torch.float64))
-    assert kinds == ["_Keeping", "_Keeping" if is_unseen else "KeptBy"]
+    assert kinds == ["_Keeping", "_Keeping" if is_unseen else "_KeepingByKey"]
 
 
 @pytest.mark.parametrize("sees_all", [True, False])

@@ -189,6 +189,8 @@ def test_each_rule_has_a_fix_that_works(line: str, message: str, fixed: str) -> 
     [
         ("dpp=2", r"unknown key 'dpp' \(did you mean 'dp'"),
         ("micro_batch=2", r"did you mean 'micro_batches'"),
+        ("fsdp=1", r"(?s)unknown key 'fsdp'; known.*fix: write 'dp=1,zero=3'"),
+        ("ddp=2,tp=2", r"fix: write 'dp=2,tp=2'"),
         ("distribute", r"unknown preset 'distribute' \(did you mean 'distributed'\?\)"),
         ("dp2", r"unknown preset 'dp2'(?s:.*)fix: write 'dp=2'"),
         ("dp=2 tp=2 zero=1", r"commas separate keys(?s:.*)fix: write 'dp=2,tp=2,zero=1'"),

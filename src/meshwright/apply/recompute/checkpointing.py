@@ -28,8 +28,10 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright._torch_private import DEAR_OPERATORS
+from meshwright._torch_texts import says_no_saved_hooks
 from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.recompute.foreign_writes import names_of_forward
 from meshwright.apply.recompute.held_arguments import checkpoint_closed, hold_arguments
 from meshwright.apply.recompute.inputs import Inputs, Writers
 from meshwright.apply.recompute.kept import UnseenWrites, keeping_contexts
@@ -39,6 +41,7 @@ from meshwright.apply.state.outside import Elsewhere, Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.layers import find_layers
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -87,15 +90,17 @@ class Recompute:
         """Return the state that a layer's code keeps elsewhere; None, the usual case, where it keeps and draws nothing there."""
         if layer not in self._outside:
             found = Outside(layer)
+            self._unseen_writes[layer] = UnseenWrites(names_of_forward(found.functions))
             self._outside[layer] = None if found.is_empty and not found.draws else found
         return self._outside[layer]
 
-    def contexts_of(self, layer: nn.Module, *, sees_all: bool) -> Callable[[], Any]:
-        """Return what makes the contexts in which a layer keeps expensive results."""
-        writes = self._unseen_writes.get(layer)
-        if writes is None:
-            writes = self._unseen_writes[layer] = UnseenWrites()
-        return functools.partial(keeping_contexts, writes, sees_all=sees_all)
+    def contexts_of(self, layer: nn.Module, *, sees_all: bool) -> dict[str, Callable[[], Any]]:
+        """Return what checkpoint is told so that a layer keeps expensive results; nothing where it cannot."""
+        self.outside_of(layer)
+        writes = self._unseen_writes[layer]
+        if writes.are_foreign:
+            return {}
+        return {"context_fn": functools.partial(keeping_contexts, writes, sees_all=sees_all)}
 
     def begin_inspection(self, number: int) -> None:
         """Start comparing one layer's repeated results with its first ones; layers take turns.
@@ -170,14 +175,23 @@ def _run_twice(
     inputs = owner.writers.begin(layer, args, kwargs)
     kept_args, kept_kwargs = inputs.kept
     inspection = owner.look_at(layer)
-    options = {"context_fn": owner.contexts_of(layer, sees_all=inspection is not None)} if keeps else {}
+    options = owner.contexts_of(layer, sees_all=inspection is not None) if keeps else {}
     state = owner.attributes_of(layer), owner.outside_of(layer)
     again = functools.partial(owner.recorded, layer)
     twice = _Twice(run, state, inputs, type(layer).__name__, inspection=inspection, again=again)
     # Otherwise the repetition stops at the last tensor that backward needs, before the results exist.
     with contextlib.nullcontext() if inspection is None else set_checkpoint_early_stop(enable=False):
         function, arguments = hold_arguments(twice, kept_args)
-        result = checkpoint_closed(function, *arguments, **options, **kept_kwargs)
+        try:
+            result = checkpoint_closed(function, *arguments, **options, **kept_kwargs)
+        except RuntimeError as error:
+            if not says_no_saved_hooks(error):
+                raise
+            raise ApplyError(
+                f"{type(layer).__name__} computes derivatives with torch.func (grad, vjp, jacrev), which torch does not allow in "
+                "a forward that backward repeats",
+                fix="use recompute=none, or torch.autograd.grad with create_graph=True",
+            ) from error
     owner.writers.end(layer, inputs, type(layer).__name__)
     return result
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import pytree, without_dispatch_modes, without_function_modes
 from meshwright.apply.modules.copies import copy_call
-from meshwright.apply.recompute.kept import tensors_in
+from meshwright.apply.recompute.operator_results import tensors_in
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []

@@ -1,8 +1,10 @@
 """Results that a layer keeps from its forward, so that its repetition need not compute them (selective recompute).
 
 A kept result is valid only while nothing writes over it: one that was written over is computed again. Writes show in the version
-counters of the result and of its views. Those through `.data` show in none. So a layer's first forward runs under a mode that
-sees every operator; a layer that writes in this way keeps the mode. All others pay for the kept operators alone (ADR 0032).
+counters of the result and of its views. Those through `.data` show in none, and those of NumPy in no operator either. So a
+layer's first forward runs under a mode that sees every operator, and compares digests of the values. A layer that writes through
+`.data`, or whose code says that it might, keeps the mode; one that writes past operators keeps nothing. All others pay for the
+kept operators alone (ADR 0032).
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from meshwright._torch_private import (
     DEAR_OPERATORS,
     FakeTensor,
     TorchDispatchMode,
-    detach_with_version,
-    pytree,
     storage_id,
     without_view,
 )
+from meshwright.apply.recompute.foreign_writes import may_write_past_operators, may_write_past_versions
+from meshwright.apply.recompute.operator_results import OperatorResult, tensors_in
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -33,64 +35,27 @@ __all__: list[str] = []
 _UNLIKE = "the forward of a layer that recompute runs again in backward does not do what it did the first time"
 
 
-class _OperatorResult:
-    """The result of one operator.
+class _Kept:
+    """The kept results of one forward of a layer.
 
     Args:
-        value: A tensor, or a structure of tensors and other values.
-        given: The shapes of the operator's tensor arguments.
+        writes: What is known of the layer's writes.
     """
 
-    def __init__(self, value: Any, given: list[torch.Size]) -> None:
-        self.given = given
-        self._value = _detached(value)
-        self._versions = [(tensor, tensor._version) for tensor in tensors_in(self._value)]
-        self._is_written = False
-
-    def watch(self, view: Tensor) -> None:
-        """Watch the version of another tensor of the same memory: not all views share their base's counter."""
-        view = detach_with_version(view)
-        self._versions.append((view, view._version))
-
-    def forget(self) -> None:
-        """Drop the tensors: the repetition computes them."""
-        self._value = None
-        self._versions = []
-
-    def is_being_written(self) -> None:
-        """Drop the value; the versions stay until `was_written_unseen` has compared them."""
-        self._value = None
-        self._is_written = True
-
-    def was_written_unseen(self) -> bool:
-        """Tell, after the forward, whether no version counter shows a write that the mode has seen."""
-        if not self._is_written:
-            return False
-        is_unseen = self._has_versions()
-        self.forget()
-        return is_unseen
-
-    def take(self) -> Any:
-        """Return the value, once; None where it has been written over."""
-        value = self._value if self._has_versions() else None
-        self.forget()
-        return value
-
-    def _has_versions(self) -> bool:
-        return all(tensor._version == version for tensor, version in self._versions)
-
-
-class _Kept:
-    """The kept results of one forward of a layer."""
-
-    def __init__(self) -> None:
-        self._results: dict[Any, list[_OperatorResult]] = collections.defaultdict(list)
-        self._of_storage: dict[int, _OperatorResult] = {}
+    def __init__(self, writes: UnseenWrites) -> None:
+        self._writes = writes
+        self._are_digested = False
+        self._results: dict[Any, list[OperatorResult]] = collections.defaultdict(list)
+        self._of_storage: dict[int, OperatorResult] = {}
         self._calls: collections.Counter[Any] = collections.Counter()
         self._has_other_views = False
+        self._is_over = False
+        self._num_repetitions = 0  # under way: one begins before the forward is over, where that computes a gradient
 
     def note(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record an operator's call in the forward."""
+        if self._num_repetitions:
+            return
         if self._of_storage:
             for tensor in _written(operator, args, kwargs):
                 found = self._of_storage.pop(storage_id(tensor), None)
@@ -104,13 +69,22 @@ class _Kept:
 
     def keep(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the forward, which is kept or makes a view."""
-        result = run()
+        result = self.run(operator, run, args, kwargs)
         if operator is without_view:  # its result lies in its argument's memory, with a version counter of its own
             if self._of_storage:
                 self._watch(result)
         elif _have_values(args):
             self._hold(operator, result, args, kwargs)
         return result
+
+    def run(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of the forward; a call that raises is counted too, since the repetition makes it again."""
+        try:
+            return run()
+        except Exception:
+            if operator in DEAR_OPERATORS and _have_values(args) and not self._num_repetitions:
+                self._results[operator].append(OperatorResult(None, _shapes(args, kwargs)))
+            raise
 
     def give(self, operator: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return an operator's result in the repetition: the kept one, or a new one where there is none."""
@@ -121,19 +95,38 @@ class _Kept:
         kept = self._take(operator, index, args, kwargs)
         return run() if kept is None else kept
 
+    def begin_digests(self) -> None:
+        """Look at the values of results from here on."""
+        self._are_digested = True
+
     def begin_repetition(self) -> None:
         """Count calls from the first one on."""
         self._calls.clear()
+        self._num_repetitions += 1
 
-    def was_written_unseen(self) -> bool:
-        """Tell, after the forward, whether it wrote over a result, or could, in a way that no version counter shows."""
-        unseen = [entry.was_written_unseen() for entries in self._results.values() for entry in entries]  # all are told
-        return self._has_other_views or any(unseen)
+    def end_repetition(self) -> None:
+        """Go on with the forward, where it is not over."""
+        self._num_repetitions -= 1
+
+    def end_forward(self) -> None:
+        """Expect no more calls in a repetition than there were until now."""
+        self._is_over = True
+
+    def tell_writes(self) -> None:
+        """Record, after the forward, whether it wrote over a result, or could, in a way that no version counter shows."""
+        entries = [entry for entries in self._results.values() for entry in entries]
+        unseen = [entry.was_written_unseen() for entry in entries]  # all are told
+        self._writes.are_there |= self._has_other_views or any(unseen)
+        for entry in entries:
+            if entry.has_other_values():
+                entry.forget()
+                self._writes.are_foreign = True
 
     def _hold(self, operator: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entry = _OperatorResult(result, _shapes(args, kwargs))
+        draws = _draws(operator, args, kwargs)
+        entry = OperatorResult(result, _shapes(args, kwargs), is_digested=self._are_digested and not draws)
         self._results[operator].append(entry)
-        if _draws(operator, args, kwargs):
+        if draws:
             entry.forget()
             return
         self._of_storage.update((storage_id(tensor), entry) for tensor in tensors_in(result))
@@ -148,6 +141,8 @@ class _Kept:
 
     def _take(self, operator: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = self._results[operator]
+        if index >= len(results) and not self._is_over:
+            return None
         if index >= len(results) or results[index].given != _shapes(args, kwargs):
             name = str(operator).removesuffix(".default")
             raise ApplyError(
@@ -159,6 +154,9 @@ class _Kept:
                 ),
                 fix="use recompute=full or recompute=none",
             )
+        if results[index].has_other_values():  # the model has written over a result of the layer after its forward
+            results[index].forget()
+            self._writes.are_foreign = True
         return results[index].take()
 
 
@@ -181,15 +179,18 @@ class _Keeping(_KeptMode):
     def __init__(self, kept: _Kept, writes: UnseenWrites) -> None:
         super().__init__(kept)
         self._writes = writes
+        if not writes.are_known:
+            kept.begin_digests()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._writes.are_there |= self._kept.was_written_unseen()
+        self._kept.end_forward()
+        self._kept.tell_writes()
         self._writes.are_known = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self._kept.run(func, functools.partial(func, *args, **kwargs), args, kwargs)
         self._kept.note(func, result, args, kwargs)
         return result
 
@@ -201,16 +202,27 @@ class _Giving(_KeptMode):
         self._kept.begin_repetition()
         return super().__enter__()
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._kept.end_repetition()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self._kept.give(func, functools.partial(func, *args, **(kwargs or {})), args, kwargs or {})
 
 
 class UnseenWrites:
-    """Whether a layer writes over results in ways that no version counter shows; its forwards under the mode tell."""
+    """Whether a layer writes over results in ways that no version counter shows; its code and its forwards under the mode tell.
 
-    def __init__(self) -> None:
+    Args:
+        names: The names that its code looks up.
+    """
+
+    def __init__(self, names: set[str] | None = None) -> None:
         self.are_known = False
-        self.are_there = False
+        self.are_there = may_write_past_versions(names or set())
+        """Whether it writes by operators, past version counters."""
+        self.are_foreign = may_write_past_operators(names or set())
+        """Whether it writes past operators, too: nothing can be kept."""
 
 
 def keeping_contexts(writes: UnseenWrites, *, sees_all: bool = False) -> tuple[Any, Any]:
@@ -220,15 +232,27 @@ def keeping_contexts(writes: UnseenWrites, *, sees_all: bool = False) -> tuple[A
         writes: What is known of the layer's writes.
         sees_all: Whether every operator is looked at; so it is until writes are known.
     """
-    kept = _Kept()
+    kept = _Kept(writes)
     if sees_all or writes.are_there or not writes.are_known:
         return _Keeping(kept, writes), _Giving(kept)
     _hand_over()
-    return KeptBy(kept.keep), _GivingBack(kept)
+    return _KeepingByKey(kept), _GivingByKey(kept)
 
 
-class _GivingBack(KeptBy):
-    """The context of the repetition after a forward that was not under a mode."""
+class _KeepingByKey(KeptBy):
+    """The context of a forward whose writes are known."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__(kept.keep)
+        self._kept = kept
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._kept.end_forward()
+
+
+class _GivingByKey(KeptBy):
+    """The context of the repetition after such a forward."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__(kept.give)
@@ -238,6 +262,10 @@ class _GivingBack(KeptBy):
         self._kept.begin_repetition()
         super().__enter__()
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._kept.end_repetition()
+
 
 @functools.cache
 def _hand_over() -> None:
@@ -246,25 +274,9 @@ def _hand_over() -> None:
     keep_results({str(operator).removeprefix("aten.").removesuffix(".default"): operator for operator in operators})
 
 
-def _detached(value: Any) -> Any:
-    """Return the result of an operator without its graph; its tensors share their version counters."""
-    if isinstance(value, Tensor):
-        return detach_with_version(value)
-    if type(value) is tuple:
-        return tuple(detach_with_version(one) if isinstance(one, Tensor) else one for one in value)
-    return pytree.tree_map_only(Tensor, detach_with_version, value)
-
-
 def _have_values(args: tuple[Any, ...]) -> bool:
     """Tell whether a call is one of the forward's own; a compiler's trial of it is not. Both runs count the same calls."""
     return not any(isinstance(arg, FakeTensor) or arg.is_meta for arg in args if isinstance(arg, Tensor))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors among the arguments or results of an operator or a layer."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from meshwright._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
+from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
+
+_DETAILS = 3
+"""Lines of torch's message that say which tensor differs, after the first one [count]."""
+
+
+@contextlib.contextmanager
+def unlike_saves_told(recompute: str) -> Iterator[None]:
+    """Have torch's error about a repetition that saves other tensors name the way out.
+
+    Args:
+        recompute: The plan's; under "none" a checkpoint is the user's own, and so is its error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if recompute == "none":
+            raise
+        details = " ".join(str(error).splitlines()[1 : 1 + _DETAILS])
+        raise ApplyError(
+            "the forward of a layer saves other tensors for backward when recompute runs it again than it did the first time "
+            f"(code that torch.jit compiles, or nested tensors that the layer makes): {details}",
+            fix="use recompute=none",
+        ) from error
 
 
 class Repetition:

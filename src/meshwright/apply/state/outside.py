@@ -127,7 +127,7 @@ class Outside:
                 inner = [value.fget, value.fset] if isinstance(value, property) else [value]
                 for function in [getattr(item, "__func__", item) for item in inner]:
                     if isinstance(function, types.FunctionType):
-                        names |= _names_of(function.__code__)
+                        names |= names_of(function.__code__)
                         self._look_at_callable(function)
             if not is_library(base.__module__):
                 attributes = _OfClass(base)
@@ -173,7 +173,7 @@ class Outside:
     def _look_at_function(self, function: types.FunctionType) -> None:
         self._seen.add(id(function))
         self._functions.append(function)
-        names = _names_of(function.__code__)
+        names = names_of(function.__code__)
         of_library = is_library(function.__module__)
         for name in names & function.__globals__.keys():
             self._look_at_variable(function.__globals__, name, name, names, of_library=of_library)
@@ -268,12 +268,12 @@ def _kinds(module: nn.Module) -> list[type]:
     return [type(child) for child in module.modules()]
 
 
-def _names_of(code: types.CodeType) -> set[str]:
+def names_of(code: types.CodeType) -> set[str]:
     """Return the names that a function and its inner functions look up."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names_of(constant)
+            names |= names_of(constant)
     return names
 
 
