@@ -59,7 +59,7 @@ def innermost(events: list[Any], rank: int, number: int) -> dict[str, float]:
     begin, end = window_of(events, rank, number)
     mine = [
         (e["ts"], e["ts"] + e["dur"], e["cat"]) for e in events
-        if e["pid"] == rank and e["tid"] == 0 and e["ph"] == "X" and begin <= e["ts"] and e["ts"] + e["dur"] <= end + 1e-3
+        if e["pid"] == rank and e["tid"] == 1 and e["ph"] == "X" and begin <= e["ts"] and e["ts"] + e["dur"] <= end + 1e-3
     ]  # fmt: skip
     edges = sorted({edge for first, last, _ in mine for edge in (first, last)})
     found: defaultdict[str, float] = defaultdict(float)
@@ -79,7 +79,7 @@ def parse(text: str) -> float:
 
 def window_of(events: list[Any], rank: int, number: int) -> tuple[float, float]:
     """Return when a rank began a step, with the reading of its batch, and when it ended it [us]."""
-    mine = [e for e in events if e["pid"] == rank and e["tid"] == 0 and e["ph"] == "X"]
+    mine = [e for e in events if e["pid"] == rank and e["tid"] == 1 and e["ph"] == "X"]
     step = next(e for e in mine if e["cat"] == "step" and e["args"]["step"] == number)
     before = max((e["ts"] + e["dur"] for e in mine if e["cat"] == "step" and e["ts"] < step["ts"]), default=-1.0)
     loads = [e["ts"] for e in mine if e["cat"] == "load" and before - 1e-3 <= e["ts"] <= step["ts"]]
@@ -94,7 +94,7 @@ def step_share(events: list[Any], ranks: list[int], number: int) -> tuple[float,
     for rank, (begin, end) in windows.items():
         waits = [
             (e["ts"], e["ts"] + e["dur"]) for e in events
-            if e["pid"] == rank and e["tid"] == 0 and e.get("cat") == "wait" and begin <= e["ts"] < end
+            if e["pid"] == rank and e["tid"] == 1 and e.get("cat") == "wait" and begin <= e["ts"] < end
         ]  # fmt: skip
         waited, reached = 0.0, begin
         for first, last in sorted(waits):

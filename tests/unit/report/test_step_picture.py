@@ -111,12 +111,14 @@ def test_events_of_strangers_are_counted_and_left_out(make_run):
     trace = make_trace()
     good = len(trace["traceEvents"])
     trace["traceEvents"] += [
-        None, 3, {"ph": "X"}, {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 0, "ts": "1", "dur": 1},
-        {"ph": "X", "cat": "wait", "name": "a", "pid": 10**9, "tid": 0, "ts": 1, "dur": 1},
-        {"ph": "X", "cat": "own", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": 1},
-        {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": float("inf")},
-        {"ph": "e", "cat": "exchange", "name": "a", "pid": 0, "tid": 0, "ts": 1, "id": "never"},
-        {"ph": "b", "cat": "exchange", "name": "a", "pid": 0, "tid": 0, "ts": 1, "id": "open"},
+        None, 3, {"ph": "X"}, {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 1, "ts": "1", "dur": 1},
+        {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": 1},
+        {"ph": "b", "cat": "exchange", "name": "a", "pid": 0, "tid": 1, "ts": 1, "id": "0.0"},
+        {"ph": "X", "cat": "wait", "name": "a", "pid": 10**9, "tid": 1, "ts": 1, "dur": 1},
+        {"ph": "X", "cat": "own", "name": "a", "pid": 0, "tid": 1, "ts": 1, "dur": 1},
+        {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 1, "ts": 1, "dur": float("inf")},
+        {"ph": "e", "cat": "exchange", "name": "a", "pid": 0, "tid": 1, "ts": 1, "id2": {"local": "never"}},
+        {"ph": "b", "cat": "exchange", "name": "a", "pid": 0, "tid": 1, "ts": 1, "id2": {"local": "open"}},
     ]  # fmt: skip
     run = read_run(traced_run(make_run, trace))
     assert "ranks were idle for 20.0%" in Page(render([run])).text
@@ -159,7 +161,7 @@ def test_many_boxes_are_merged_and_keep_the_idle_share(make_run, monkeypatch):
     assert any("merged" in text for text in picture.remarks)
 
 
-BASE = {"pid": 0, "tid": 0, "name": "a", "cat": "c"}
+BASE = {"pid": 0, "tid": 1, "name": "a", "cat": "c"}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,15 @@ BASE = {"pid": 0, "tid": 0, "name": "a", "cat": "c"}
         ([{**BASE, "ph": "b", "ts": 1, "id": "1"}], "does not end"),
         ([{**BASE, "ph": "b", "ts": 1}], "an id"),
         ([{**BASE, "ph": "X", "ts": 1, "dur": 1, "tid": "main"}], "integers"),
-        ([{"ph": "M", "pid": 0, "tid": 0, "name": "favourite_colour", "args": {}}], "metadata"),
+        ([{**BASE, "ph": "X", "ts": 1, "dur": 1, "tid": 0}], "tid of 0"),
+        (
+            [
+                {**BASE, "ph": "b", "ts": 1, "id2": {"local": "1"}},
+                {**BASE, "pid": 1, "ph": "e", "ts": 2, "id2": {"local": "1"}},
+            ],
+            "has not begun",
+        ),
+        ([{"ph": "M", "pid": 0, "tid": 1, "name": "favourite_colour", "args": {}}], "metadata"),
     ],
 )
 def test_the_checker_finds_what_is_wrong(events, fault):
