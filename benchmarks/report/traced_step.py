@@ -55,7 +55,7 @@ def check_step(check: Check, page: Page, folder: Path, others: dict[str, Any], i
 
 
 def innermost(events: list[Any], rank: int, number: int) -> dict[str, float]:
-    """Return for how long a span of each kind was the innermost one of the computing thread in a step [s]."""
+    """Return for how long a span of each kind was the innermost one of the computing thread; "step" where none was [s]."""
     begin, end = window_of(events, rank, number)
     mine = [
         (e["ts"], e["ts"] + e["dur"], e["cat"]) for e in events
@@ -65,8 +65,8 @@ def innermost(events: list[Any], rank: int, number: int) -> dict[str, float]:
     found: defaultdict[str, float] = defaultdict(float)
     for left, right in itertools.pairwise(edges):
         over = [one for one in mine if one[0] <= left and right <= one[1]]
-        if over:
-            found[max(over, key=lambda one: (one[0], -one[1]))[2]] += (right - left) / 1e6
+        kind = max(over, key=lambda one: (one[0], -one[1]))[2] if over else "step"
+        found[kind] += (right - left) / 1e6
     return found
 
 

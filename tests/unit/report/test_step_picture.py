@@ -53,6 +53,19 @@ def traced_run(make_run, trace, told_id="abc", plan="pp=2,micro_batches=1"):
     return folder
 
 
+def test_time_between_the_batch_and_the_step_is_counted(tmp_path):
+    spans = [
+        ("load", "load", 0, MS, 77, None), ("step", "step 1", 3 * MS, 9 * MS, 77, {"step": 1}),
+        ("forward", "F0", 4 * MS, 6 * MS, 77, {"stage": 0, "micro_batch": 0}),
+    ]  # fmt: skip
+    one = RankSpans(rank=0, threads={77: "x"}, spans=spans, flights=[], clock=[(0, 0, 0)])
+    (tmp_path / "trace.json").write_text(json.dumps(chrome_trace([one], {"id": "abc"})))
+    (found,) = steps_of(read_trace(tmp_path, "abc"))
+    times = {kind: round(1000 * seconds, 6) for kind, seconds in found.ranks[0].own_s.items()}
+    assert times == {"load": 1, "step": 6, "forward": 2}
+    assert sum(times.values()) == 1000 * round(found.seconds, 9)
+
+
 def test_a_made_trace_is_sound_and_its_times_are_exact(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps(make_trace()))
     assert trace_format.check_file(tmp_path / "trace.json") == []
