@@ -3,6 +3,8 @@
 Sources, read 2026-11-25: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU):
 phases and their fields, metadata, nesting of duration events within a thread. perfetto.dev/docs/getting-started/other-formats:
 slices of one track that overlap without nesting are dropped; legacy asynchronous events pair by category and id.
+Perfetto 52 takes the tid 0 of a process for the tid that equals its pid, and shows an `id` outside of any process: seen with
+benchmarks/timeline/open_perfetto.mjs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def faults_of(trace: Any) -> list[str]:
         return ["displayTimeUnit"]
     faults: list[str] = []
     open_slices: defaultdict[tuple[int, int], list[tuple[str, float]]] = defaultdict(list)
-    open_async: dict[tuple[str, str], float] = {}
+    open_async: dict[tuple[object, ...], float] = {}
     last: dict[tuple[int, int], float] = {}
     for number, event in enumerate(trace["traceEvents"]):
         wrong = _fields(event)
@@ -66,6 +68,8 @@ def _fields(event: Any) -> str:
         return "unknown phase"
     if type(event.get("pid")) is not int or type(event.get("tid")) is not int:
         return "pid and tid are integers"
+    if event["tid"] < 1:
+        return "Perfetto takes a tid of 0 for the tid that equals the pid"
     if not isinstance(event.get("name"), str) and event["ph"] != "E":
         return "no name"
     if not isinstance(event.get("args", {}), dict):
@@ -77,9 +81,17 @@ def _fields(event: Any) -> str:
         value = event.get(key)
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
             return f"{key} is not a time"
-    if event["ph"] in "bnesft" and not (isinstance(event.get("id"), str | int) and isinstance(event.get("cat"), str)):
+    if event["ph"] in "bnesft" and not (_async_id(event) and isinstance(event.get("cat"), str)):
         return "an asynchronous or flow event has a category and an id"
     return ""
+
+
+def _async_id(event: dict[str, Any]) -> tuple[object, ...]:
+    """Return what pairs asynchronous events beside their category; () where there is no id."""
+    local = event["id2"].get("local") if isinstance(event.get("id2"), dict) else None
+    if isinstance(local, str | int):
+        return (event["pid"], local)
+    return (event["id"],) if isinstance(event.get("id"), str | int) else ()
 
 
 def _nest(event: dict[str, Any], slices: list[tuple[str, float]]) -> list[str]:
@@ -97,8 +109,8 @@ def _nest(event: dict[str, Any], slices: list[tuple[str, float]]) -> list[str]:
     return wrong
 
 
-def _pair(event: dict[str, Any], begun: dict[tuple[str, str], float]) -> list[str]:
-    key = (event["cat"], str(event["id"]))
+def _pair(event: dict[str, Any], begun: dict[tuple[object, ...], float]) -> list[str]:
+    key = (event["cat"], *_async_id(event))
     if event["ph"] == "b":
         wrong = ["begins twice"] if key in begun else []
         begun[key] = event["ts"]

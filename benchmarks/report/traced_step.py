@@ -55,18 +55,18 @@ def check_step(check: Check, page: Page, folder: Path, others: dict[str, Any], i
 
 
 def innermost(events: list[Any], rank: int, number: int) -> dict[str, float]:
-    """Return for how long a span of each kind was the innermost one of the computing thread in a step [s]."""
+    """Return for how long a span of each kind was the innermost one of the computing thread; "step" where none was [s]."""
     begin, end = window_of(events, rank, number)
     mine = [
         (e["ts"], e["ts"] + e["dur"], e["cat"]) for e in events
-        if e["pid"] == rank and e["tid"] == 0 and e["ph"] == "X" and begin <= e["ts"] and e["ts"] + e["dur"] <= end + 1e-3
+        if e["pid"] == rank and e["tid"] == 1 and e["ph"] == "X" and begin <= e["ts"] and e["ts"] + e["dur"] <= end + 1e-3
     ]  # fmt: skip
     edges = sorted({edge for first, last, _ in mine for edge in (first, last)})
     found: defaultdict[str, float] = defaultdict(float)
     for left, right in itertools.pairwise(edges):
         over = [one for one in mine if one[0] <= left and right <= one[1]]
-        if over:
-            found[max(over, key=lambda one: (one[0], -one[1]))[2]] += (right - left) / 1e6
+        kind = max(over, key=lambda one: (one[0], -one[1]))[2] if over else "step"
+        found[kind] += (right - left) / 1e6
     return found
 
 
@@ -79,7 +79,7 @@ def parse(text: str) -> float:
 
 def window_of(events: list[Any], rank: int, number: int) -> tuple[float, float]:
     """Return when a rank began a step, with the reading of its batch, and when it ended it [us]."""
-    mine = [e for e in events if e["pid"] == rank and e["tid"] == 0 and e["ph"] == "X"]
+    mine = [e for e in events if e["pid"] == rank and e["tid"] == 1 and e["ph"] == "X"]
     step = next(e for e in mine if e["cat"] == "step" and e["args"]["step"] == number)
     before = max((e["ts"] + e["dur"] for e in mine if e["cat"] == "step" and e["ts"] < step["ts"]), default=-1.0)
     loads = [e["ts"] for e in mine if e["cat"] == "load" and before - 1e-3 <= e["ts"] <= step["ts"]]
@@ -94,7 +94,7 @@ def step_share(events: list[Any], ranks: list[int], number: int) -> tuple[float,
     for rank, (begin, end) in windows.items():
         waits = [
             (e["ts"], e["ts"] + e["dur"]) for e in events
-            if e["pid"] == rank and e["tid"] == 0 and e.get("cat") == "wait" and begin <= e["ts"] < end
+            if e["pid"] == rank and e["tid"] == 1 and e.get("cat") == "wait" and begin <= e["ts"] < end
         ]  # fmt: skip
         waited, reached = 0.0, begin
         for first, last in sorted(waits):

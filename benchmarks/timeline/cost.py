@@ -1,6 +1,8 @@
 """What a traced step costs, and what hooks cost in a step that is not traced; adds to results/cost.json.
 
-python benchmarks/timeline/cost.py CASE... [--seconds S]     a case is a row of CASES by its number
+python benchmarks/timeline/cost.py CASE... [--seconds S] [--pool]    a case is a row of CASES by its number
+
+With --pool the rounds are added to those that results/cost.json has of the case.
 
 Within one run, steps of four kinds come in turn, in each round in another order:
 
@@ -172,14 +174,17 @@ def median_with_interval(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a case's row, from rank 0's times; the slowest rank of a round sets the step for all."""
+def summary(found: list[dict[str, Any]], earlier: dict[str, list[float]] | None) -> dict[str, Any]:
+    """Return a case's row: the slowest rank of a round sets the step for all; `earlier` rounds are pooled with these."""
     one = found[0]
     wall = {
         kind: [max(times) for times in zip(*(rank["wall_s"][kind] for rank in found), strict=True)] for kind in KINDS
     }
+    if earlier is not None:
+        wall = {kind: earlier[kind] + wall[kind] for kind in KINDS}
     row: dict[str, Any] = {
         "rounds": len(wall["off"]), "step_s": statistics.median(wall["off"]), "spans": [rank["spans"] for rank in found],
+        "wall_s": {kind: [round(s, 6) for s in times] for kind, times in wall.items()},
     }  # fmt: skip
     for label, times in (("ratio", wall), ("thread_ratio", one["thread_s"])):
         row[label] = {
@@ -191,14 +196,16 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def measure(model_name: str, plan: str, sizes: dict[str, int], seconds: float) -> dict[str, Any]:
+def measure(
+    model_name: str, plan: str, sizes: dict[str, int], seconds: float, earlier: dict[str, list[float]] | None
+) -> dict[str, Any]:
     if "_parallel" in plan or plan == "single":
         num_devices = 1 if plan == "single" else 2
         found = [take_turns(str(Plan.preset(plan, num_devices)), sizes, seconds)]
     else:
         ranks = Plan.parse(plan).num_ranks
         found = mw.launch(take_turns, ranks, plan, sizes, seconds, threads_per_rank=1)
-    row = {"model": model_name, "plan": plan, **summary(found)}
+    row = {"model": model_name, "plan": plan, **summary(found, earlier)}
     on, many, hooks_ = (row["ratio"][kind] for kind in KINDS[1:])
     print(
         f"{model_name} {plan}: {row['step_s'] * 1e3:.1f} ms, {max(row['spans']):.0f} spans, {row['rounds']} rounds; "
@@ -208,18 +215,20 @@ def measure(model_name: str, plan: str, sizes: dict[str, int], seconds: float) -
         f"{row['off_fraction'][2]:.4%}]; thread time on {row['thread_ratio']['on'][0]:.4f}",
         flush=True,
     )
-    return row | {"wall_s": {kind: [round(s, 6) for s in found[0]["wall_s"][kind]] for kind in KINDS}}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", type=int, nargs="*", default=list(range(len(CASES))))
     parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--pool", action="store_true")
     args = parser.parse_args()
     path = HERE / "results" / "cost.json"
     kept = json.loads(path.read_text())["cases"] if path.is_file() else {}
     for number in args.cases:
-        kept[str(number)] = measure(*CASES[number], args.seconds)
+        earlier = kept[str(number)]["wall_s"] if args.pool and str(number) in kept else None
+        kept[str(number)] = measure(*CASES[number], args.seconds, earlier)
         facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
         data = facts | {
             "date": time.strftime("%Y-%m-%d"),

@@ -116,6 +116,8 @@ def _steps_of_rank(rank: int, spans: list[TraceSpan], flights: list[TraceSpan]) 
         inside = spans[bisect.bisect_left(begins, begin) : bisect.bisect_right(begins, span.end)]
         beside = flights[bisect.bisect_left(flight_begins, begin) : bisect.bisect_right(flight_begins, span.end)]
         own = own_times([one for one in inside if one.track == 0 and one.end <= span.end])
+        between = span.end - begin - sum(own.values())  # the loop's own work, from the batch to the step
+        own["step"] += max(0.0, between)
         found[number] = RankStep(
             rank=rank, begin=begin, end=span.end, spans=tuple(inside), flights=tuple(beside), own_s=own
         )

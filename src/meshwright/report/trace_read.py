@@ -11,7 +11,7 @@ from typing import Any, Final, TypeGuard, cast
 
 from meshwright.errors import ConfigError
 from meshwright.report.run_files import read_json_file
-from meshwright.spec.timeline import FORMAT, KINDS, OPERATOR, TRACE_FILE
+from meshwright.spec.timeline import FIRST_TID, FORMAT, KINDS, OPERATOR, TRACE_FILE
 
 __all__: list[str] = []
 
@@ -23,7 +23,7 @@ _MOST_TIME_US: Final = 1e15
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """A span of a rank, in seconds from the trace's begin."""
+    """A span of a rank, in seconds from the trace's begin; its track 0 computes."""
 
     kind: str
     name: str
@@ -83,7 +83,7 @@ def read_trace(folder: Path, trace_id: object) -> ReadTrace:
     if about.get("id") != trace_id:
         raise ConfigError(f"{TRACE_FILE} is of another run in this folder")
     trace = ReadTrace(about, [], [], {})
-    begun: dict[str, TraceSpan] = {}
+    begun: dict[tuple[int, str], TraceSpan] = {}
     for event in cast("list[object]", events):
         if not _take(trace, _mapping(event), begun):
             trace.num_damaged += 1
@@ -92,11 +92,12 @@ def read_trace(folder: Path, trace_id: object) -> ReadTrace:
     return trace
 
 
-def _take(trace: ReadTrace, event: Mapping[str, Any], begun: dict[str, TraceSpan]) -> bool:
+def _take(trace: ReadTrace, event: Mapping[str, Any], begun: dict[tuple[int, str], TraceSpan]) -> bool:
     """Add an event; false where it is not one of ours."""
-    rank, track, phase, name = event.get("pid"), event.get("tid"), event.get("ph"), event.get("name")
-    if not (_is_count(rank) and _is_count(track) and isinstance(name, str)):
+    rank, tid, phase, name = event.get("pid"), event.get("tid"), event.get("ph"), event.get("name")
+    if not (_is_count(rank) and _is_count(tid) and tid >= FIRST_TID and isinstance(name, str)):
         return False
+    track = tid - FIRST_TID
     if phase == "M":
         if name == "thread_name":
             trace.threads[rank, track] = str(_mapping(event.get("args")).get("name", ""))
@@ -113,11 +114,14 @@ def _take(trace: ReadTrace, event: Mapping[str, Any], begun: dict[str, TraceSpan
             return False
         trace.spans.append(TraceSpan(kind, name, rank, track, begin / 1e6, (begin + length) / 1e6, details))
         return True
-    key = event.get("id")
-    if phase == "b" and isinstance(key, str) and key not in begun:
+    local = _mapping(event.get("id2")).get("local")
+    if not isinstance(local, str):
+        return False
+    key = rank, local
+    if phase == "b" and key not in begun:
         begun[key] = TraceSpan(kind, name, rank, track, begin / 1e6, begin / 1e6, details)
         return True
-    if phase == "e" and isinstance(key, str) and key in begun:
+    if phase == "e" and key in begun:
         first = begun.pop(key)
         if begin / 1e6 < first.begin:
             return False

@@ -2,7 +2,9 @@
 
 Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, read 2026-11-25.
 
-A process is a rank; its thread 0 is the one that computes. Kinds of spans:
+A process is a rank; its first thread, tid 1, is the one that computes. Perfetto reads a tid of 0 as "the main thread", whose tid
+is the pid: two threads of rank 1 would become one. Ids of exchanges are local to their process, so that it shows them there.
+Kinds of spans:
 
     step         one optimizer step, all of the others inside
     load         waiting for a batch
@@ -25,7 +27,9 @@ from typing import Any, Final
 __all__: list[str] = []
 
 TRACE_FILE: Final = "trace.json"
-FORMAT: Final = "meshwright timeline 1"
+FORMAT: Final = "meshwright timeline 2"
+FIRST_TID: Final = 1
+"""Thread id of a rank's first track, which computes."""
 KINDS: Final = (
     *("step", "load", "forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer", "wait", "exchange"),
 )
@@ -142,19 +146,19 @@ def chrome_trace(ranks: Iterable[RankSpans], about: Mapping[str, Any]) -> dict[s
 def _names(one: RankSpans) -> list[dict[str, Any]]:
     rank = one.rank
     events = [
-        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
-        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": FIRST_TID, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": FIRST_TID, "args": {"sort_index": rank}},
     ]
-    texts = ["computing" if track == 0 else name for track, name in enumerate(one.threads.values())]
+    texts = ["computing", *list(one.threads.values())[1:]]
     texts += one.operators.tracks if one.operators is not None else ()
-    for track, text in enumerate(texts):
-        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": text}})
+    for tid, text in enumerate(texts, FIRST_TID):
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": text}})
     return events
 
 
 def _timed(one: RankSpans) -> list[tuple[int, int, dict[str, Any]]]:
     """Return (time on the common clock, order among equals, event)."""
-    tracks = {thread: track for track, thread in enumerate(one.threads)}
+    tids = {thread: tid for tid, thread in enumerate(one.threads, FIRST_TID)}
     found: list[tuple[int, int, dict[str, Any]]] = []
     for kind, name, begin, end, thread, details in one.spans:
         at, until = common_time(begin, one.clock), common_time(end, one.clock)
@@ -163,13 +167,14 @@ def _timed(one: RankSpans) -> list[tuple[int, int, dict[str, Any]]]:
             "cat": kind,
             "name": name,
             "pid": one.rank,
-            "tid": tracks[thread],
+            "tid": tids[thread],
             "dur": (until - at) / 1e3,
         }
         found.append((at, at - until, event if details is None else event | {"args": dict(details)}))
     last = max((end for _, _, _, end, _, _ in one.spans), default=0)
     for number, (name, begin, end, thread, details) in enumerate(one.flights):
-        place = {"cat": "exchange", "name": name, "pid": one.rank, "tid": tracks[thread], "id": f"{one.rank}.{number}"}
+        own = {"id2": {"local": str(number)}}
+        place = {"cat": "exchange", "name": name, "pid": one.rank, "tid": tids[thread], **own}
         at, until = (common_time(one_end, one.clock) for one_end in (begin, max(last, begin) if end is None else end))
         args = dict(details) if end is not None else {**details, "end": "not seen"}
         found += [(at, 0, {"ph": "b", **place, "args": args}), (until, 0, {"ph": "e", **place})]
@@ -179,9 +184,9 @@ def _timed(one: RankSpans) -> list[tuple[int, int, dict[str, Any]]]:
 def _timed_operators(one: RankSpans, operators: RankOperators) -> list[tuple[int, int, dict[str, Any]]]:
     """Return what `_timed` does, of torch.profiler's events: their clock, to the rank's, to the common one."""
     found: list[tuple[int, int, dict[str, Any]]] = []
-    for track, spans in enumerate(operators.tracks.values(), len(one.threads)):
+    for tid, spans in enumerate(operators.tracks.values(), FIRST_TID + len(one.threads)):
         for name, begin, end in spans:
             at, until = (common_time(common_time(time, operators.clock), one.clock) for time in (begin, end))
-            event = {"ph": "X", "cat": OPERATOR, "name": name, "pid": one.rank, "tid": track}
+            event = {"ph": "X", "cat": OPERATOR, "name": name, "pid": one.rank, "tid": tid}
             found.append((at, at - until, event | {"dur": (until - at) / 1e3}))
     return found

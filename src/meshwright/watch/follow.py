@@ -31,6 +31,7 @@ SILENT_S: Final = 10.0
 _MOST_STATES_BYTES: Final = 32 << 20
 _ENDS: Final = ("finished", "stopped", "run_failed")
 _BLOCK_BYTES: Final = 1 << 20
+_GONE: Final = "unknown: its folder is gone; what was read before is shown"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,7 @@ class RunFollower:
             ConfigError: A file of the folder is a link, or not a file.
             StorageError: The disk fails.
         """
+        is_gone = not self._folder.is_dir()
         self._read_events()
         states = self._read_states()
         is_alive = self._is_alive()
@@ -113,13 +115,13 @@ class RunFollower:
         is_over = self._run.last(*_ENDS) is not None
         silent_s = 0.0 if states is None else max(0.0, time.time() - states.written_at)
         is_quiet = told is None and is_alive is not False and silent_s > SILENT_S and not self._is_between_starts
-        outcome = told or self._unended(is_alive, silent_s, is_quiet=is_quiet)
+        outcome = told or (_GONE if is_gone else self._unended(is_alive, silent_s, is_quiet=is_quiet))
         return WatchedRun(
             run=self._run,
             states=states,
             is_alive=is_alive,
             outcome=outcome,
-            is_over=is_over or is_alive is False,
+            is_over=is_over or is_gone or is_alive is False,
             silent_s=silent_s,
             stopped=_stopped(states) if is_alive and states is not None else frozenset(),
             is_quiet=is_quiet,

@@ -6,6 +6,7 @@ import errno
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -238,4 +239,19 @@ def test_a_failure_from_the_future_holds_no_longer(
     with pytest.raises(BuildError, match="no compiler"):
         build_extension()
     os.utime(failure, (2**31, 2**31))
+    assert build_extension() == path
+
+
+def test_ranks_do_not_try_again_where_their_launching_process_has_not(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_extension()
+    path.unlink()
+    failure = path.with_suffix(".failed")
+    keep_file(failure, b"no compiler")
+    made = time.time() - 61  # the launching process looked a moment before
+    os.utime(failure, (made, made))
+    monkeypatch.delitem(sys.modules, build._MODULE, raising=False)
+    with pytest.raises(BuildError, match="no compiler"):
+        build.load_extension()
     assert build_extension() == path

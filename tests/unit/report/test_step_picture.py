@@ -53,6 +53,19 @@ def traced_run(make_run, trace, told_id="abc", plan="pp=2,micro_batches=1"):
     return folder
 
 
+def test_time_between_the_batch_and_the_step_is_counted(tmp_path):
+    spans = [
+        ("load", "load", 0, MS, 77, None), ("step", "step 1", 3 * MS, 9 * MS, 77, {"step": 1}),
+        ("forward", "F0", 4 * MS, 6 * MS, 77, {"stage": 0, "micro_batch": 0}),
+    ]  # fmt: skip
+    one = RankSpans(rank=0, threads={77: "x"}, spans=spans, flights=[], clock=[(0, 0, 0)])
+    (tmp_path / "trace.json").write_text(json.dumps(chrome_trace([one], {"id": "abc"})))
+    (found,) = steps_of(read_trace(tmp_path, "abc"))
+    times = {kind: round(1000 * seconds, 6) for kind, seconds in found.ranks[0].own_s.items()}
+    assert times == {"load": 1, "step": 6, "forward": 2}
+    assert sum(times.values()) == 1000 * round(found.seconds, 9)
+
+
 def test_a_made_trace_is_sound_and_its_times_are_exact(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps(make_trace()))
     assert trace_format.check_file(tmp_path / "trace.json") == []
@@ -111,12 +124,14 @@ def test_events_of_strangers_are_counted_and_left_out(make_run):
     trace = make_trace()
     good = len(trace["traceEvents"])
     trace["traceEvents"] += [
-        None, 3, {"ph": "X"}, {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 0, "ts": "1", "dur": 1},
-        {"ph": "X", "cat": "wait", "name": "a", "pid": 10**9, "tid": 0, "ts": 1, "dur": 1},
-        {"ph": "X", "cat": "own", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": 1},
-        {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": float("inf")},
-        {"ph": "e", "cat": "exchange", "name": "a", "pid": 0, "tid": 0, "ts": 1, "id": "never"},
-        {"ph": "b", "cat": "exchange", "name": "a", "pid": 0, "tid": 0, "ts": 1, "id": "open"},
+        None, 3, {"ph": "X"}, {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 1, "ts": "1", "dur": 1},
+        {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": 1},
+        {"ph": "b", "cat": "exchange", "name": "a", "pid": 0, "tid": 1, "ts": 1, "id": "0.0"},
+        {"ph": "X", "cat": "wait", "name": "a", "pid": 10**9, "tid": 1, "ts": 1, "dur": 1},
+        {"ph": "X", "cat": "own", "name": "a", "pid": 0, "tid": 1, "ts": 1, "dur": 1},
+        {"ph": "X", "cat": "wait", "name": "a", "pid": 0, "tid": 1, "ts": 1, "dur": float("inf")},
+        {"ph": "e", "cat": "exchange", "name": "a", "pid": 0, "tid": 1, "ts": 1, "id2": {"local": "never"}},
+        {"ph": "b", "cat": "exchange", "name": "a", "pid": 0, "tid": 1, "ts": 1, "id2": {"local": "open"}},
     ]  # fmt: skip
     run = read_run(traced_run(make_run, trace))
     assert "ranks were idle for 20.0%" in Page(render([run])).text
@@ -159,7 +174,7 @@ def test_many_boxes_are_merged_and_keep_the_idle_share(make_run, monkeypatch):
     assert any("merged" in text for text in picture.remarks)
 
 
-BASE = {"pid": 0, "tid": 0, "name": "a", "cat": "c"}
+BASE = {"pid": 0, "tid": 1, "name": "a", "cat": "c"}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +192,15 @@ BASE = {"pid": 0, "tid": 0, "name": "a", "cat": "c"}
         ([{**BASE, "ph": "b", "ts": 1, "id": "1"}], "does not end"),
         ([{**BASE, "ph": "b", "ts": 1}], "an id"),
         ([{**BASE, "ph": "X", "ts": 1, "dur": 1, "tid": "main"}], "integers"),
-        ([{"ph": "M", "pid": 0, "tid": 0, "name": "favourite_colour", "args": {}}], "metadata"),
+        ([{**BASE, "ph": "X", "ts": 1, "dur": 1, "tid": 0}], "tid of 0"),
+        (
+            [
+                {**BASE, "ph": "b", "ts": 1, "id2": {"local": "1"}},
+                {**BASE, "pid": 1, "ph": "e", "ts": 2, "id2": {"local": "1"}},
+            ],
+            "has not begun",
+        ),
+        ([{"ph": "M", "pid": 0, "tid": 1, "name": "favourite_colour", "args": {}}], "metadata"),
     ],
 )
 def test_the_checker_finds_what_is_wrong(events, fault):

@@ -65,7 +65,7 @@ def test_clocks_are_chained() -> None:
     )  # fmt: skip
     trace = chrome_trace([one], {})
     event = next(one for one in trace["traceEvents"] if one.get("cat") == "operator")
-    assert (event["ts"], event["dur"], event["pid"], event["tid"]) == (1.5, 2.0, 2, 1)
+    assert (event["ts"], event["dur"], event["pid"], event["tid"]) == (1.5, 2.0, 2, 2)
     assert trace["otherData"]["clocks"]["2"]["operators_error_s"] == 7e-9
 
 

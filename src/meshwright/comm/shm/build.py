@@ -36,6 +36,8 @@ _SOURCES = Path(__file__).parent / "csrc"
 _MODULE = "_meshwright_shm"
 _DEADLINE_S = 300.0
 _FAILURE_HOLDS_S = 60.0
+_FAILURE_HOLDS_IN_RANKS_S = 180.0
+"""Longer: a rank that compiles again, where its launching process has not, is killed at the end of its start timeout [s]."""
 _SEALED = "sha256"
 """How a kept binary says that it is whole."""
 _NAP_S = 0.05
@@ -56,7 +58,7 @@ def load_extension() -> ModuleType:
     """
     if _MODULE in sys.modules:
         return sys.modules[_MODULE]
-    path = build_extension()
+    path = build_extension(failure_holds_s=_FAILURE_HOLDS_IN_RANKS_S)
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise BuildError(f"{path} cannot be loaded")
@@ -74,12 +76,15 @@ def loaded_extension() -> ModuleType | None:
     return sys.modules.get(_MODULE)
 
 
-def build_extension() -> Path:
+def build_extension(*, failure_holds_s: float = _FAILURE_HOLDS_S) -> Path:
     """Return the path of the extension, building it if the cache has none.
 
     If the cache has it, torch is not imported and no process is started. Of several processes one builds and the others wait.
 
     A file that is not as it was written is built anew: loading one that was cut would end the process with SIGBUS.
+
+    Args:
+        failure_holds_s: How long nobody tries again after a failed attempt [s].
 
     Raises:
         BuildError: As `load_extension`; also where the cache cannot be read or written.
@@ -93,14 +98,14 @@ def build_extension() -> Path:
             return target
         with held_lock(directory / "build.lock"):
             if not is_sound(target):
-                _build(torch_folder, target)
+                _build(torch_folder, target, failure_holds_s)
     except OSError as error:
         raise BuildError(f"{error.filename or 'the cache directory'} cannot be used: {error.strerror}") from error
     return target
 
 
-def _build(torch_folder: Path, target: Path) -> None:
-    _refuse_known_failure(target)
+def _build(torch_folder: Path, target: Path, failure_holds_s: float) -> None:
+    _refuse_known_failure(target, failure_holds_s)
     try:
         _compile(torch_folder, target)
     except BuildError as error:
@@ -125,12 +130,12 @@ def _failure_of(target: Path) -> Path:
     return target.with_suffix(".failed")
 
 
-def _refuse_known_failure(target: Path) -> None:
+def _refuse_known_failure(target: Path, holds_s: float) -> None:
     """Raise the error of a failed attempt of just now, so that the other ranks do not each wait for a compiler."""
     failure = _failure_of(target)
     with contextlib.suppress(OSError):
         # A mark from the future, after the clock was set back, holds no longer than one of now.
-        if abs(time.time() - failure.stat().st_mtime) < _FAILURE_HOLDS_S:
+        if abs(time.time() - failure.stat().st_mtime) < holds_s:
             raise BuildError(read_kept_file(failure).decode(errors="replace"))
         failure.unlink()
 
