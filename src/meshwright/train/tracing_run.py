@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -55,6 +56,7 @@ class RunTrace:
         if found is None:
             return []
         facts = found["otherData"]
+        self._remove_rests()
         try:
             write_trace(found, self._path)
         except StorageError as error:
@@ -70,6 +72,12 @@ class RunTrace:
                 "seconds": time.perf_counter() - began,
             }
         ]
+
+    def _remove_rests(self) -> None:
+        """Remove what a run left of its trace that was killed while it wrote; the folder is this run's alone."""
+        for rest in self._path.parent.glob(f".{self._path.name}.*.partial"):
+            with contextlib.suppress(OSError):
+                rest.unlink()
 
     def close(self) -> None:
         """Stop recording; nothing is exchanged."""
