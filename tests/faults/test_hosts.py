@@ -11,6 +11,8 @@ from tests.faults.hosts import can_make_hosts, network
 from tests.faults.shm_ranks import Zygote
 
 COUNT = 2
+IMPORTS = ("torch._dynamo", "meshwright.testing", "meshwright.run.applying")
+"""What ranks need that compare a plan: an optimizer imports the first one when it is made."""
 
 
 @pytest.mark.root
@@ -19,7 +21,7 @@ def test_a_plan_over_two_hosts_and_a_rank_that_is_killed_on_the_other(zygote: Zy
     with network() as hosts:
         job = {"MASTER_ADDR": hosts.hosts[0].address, "MASTER_PORT": "29519"}
         args = {"firsts": [host.pid for host in hosts.hosts], "plan": "dp=2,tp=2,zero=1", "variables": job}
-        with zygote.ranks("be_on_host", 2 * COUNT, imports=["meshwright.run.applying"], **args) as ranks:
+        with zygote.ranks("be_on_host", 2 * COUNT, imports=IMPORTS, **args) as ranks:
             assert ranks.hear_all("equal") == [True] * 4, ranks.lines
             assert ranks.hear_all("tp") == [[0, 1], [0, 1], [2, 3], [2, 3]]
             for rank in range(2 * COUNT):

@@ -30,7 +30,6 @@ class RunTrace:
         self._steps = range(max(steps.start, first_step + 1), steps.stop) if steps else steps
         self._path = config.run_directory / TRACE_FILE
         self._model = model
-        self._first_step = first_step
         self._has_profiler = config.train.profiler
         self._trace: StepTrace | None = None
 
@@ -39,7 +38,7 @@ class RunTrace:
         if not self._steps or step != self._steps[0]:
             return 0.0
         began = time.perf_counter()
-        self._trace = StepTrace(self._model, first_step=self._first_step, profiler=self._has_profiler)
+        self._trace = StepTrace(self._model, profiler=self._has_profiler)
         self._trace.begin()
         return time.perf_counter() - began
 
