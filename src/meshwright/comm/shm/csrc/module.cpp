@@ -57,7 +57,7 @@ PYBIND11_MODULE(MESHWRIGHT_MODULE, m) {
       .def(py::init([](std::shared_ptr<Segment> segment, std::vector<int64_t> global_ranks, std::vector<int> process_files,
                        int64_t timeout_ms, bool crowded) {
              const meshwright::Settings settings{std::move(global_ranks), std::move(process_files), timeout_ms, crowded};
-             return c10::make_intrusive<ShmBackend>(std::move(segment), settings);
+             return ShmBackend::make(std::move(segment), settings);
            }),
            py::arg("segment"), py::arg("global_ranks"), py::arg("process_files"), py::arg("timeout_ms"), py::arg("crowded"))
       .def_property_readonly("options", &ShmBackend::getBackendOptions)
