@@ -126,7 +126,8 @@ def main() -> int:
         file = stack.enter_context(arguments.out.open("a", encoding="utf-8"))
         words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
         file.write(json.dumps({"environment": environment(), "command": words}) + "\n")
-        servers = stack.enter_context(serving()) if "hosts" in arguments.entries else None
+        has_served = "hosts" in arguments.entries and not {"env", "srun"} <= set(arguments.without)
+        servers = stack.enter_context(serving()) if has_served else None
         return run_all(arguments, known, file, servers)
 
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,10 @@ class Zygote:
         timeout_s: float = 30.0,
         finalizes: bool = False,
         env: dict[str, str] | None = None,
+        imports: Sequence[str] = (),
         **args: Any,
     ) -> Iterator[Ranks]:
-        """Start ranks on a job; they are gone when the block ends.
+        """Start ranks on a job; they are gone when the block ends. The zygote imports `imports` for them.
 
         With `finalizes`, a rank that has done its job takes down its interpreter, rather than end on the spot.
         """
@@ -149,7 +150,7 @@ class Zygote:
         (place / "store").chmod(0o666)
         ranks = self._groups[number] = Ranks(self, number, size, place)
         request = {"group": number, "size": size, "job": job, "args": args, "place": str(place)}
-        request |= {"timeout_s": timeout_s, "finalizes": finalizes, "env": env or {}}
+        request |= {"timeout_s": timeout_s, "finalizes": finalizes, "env": env or {}, "imports": list(imports)}
         lines = [json.dumps({**request, "rank": rank}) + "\n" for rank in range(size)]
         try:
             self.process.stdin.write("".join(lines).encode())

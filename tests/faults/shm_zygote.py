@@ -6,6 +6,7 @@ its peers: there is no launching process that would notice a death first.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401 - so that no rank has to
-from tests.faults.jobs import shm_jobs, shm_lives, shm_places
+from tests.faults.jobs import host_ranks, shm_jobs, shm_lives, shm_places
 
 import meshwright as mw
 from meshwright.errors import exit_code_of
@@ -44,7 +45,7 @@ def run(request: dict[str, Any]) -> None:
     shm_jobs.be(me)
     shm_jobs.say(born=os.getpid())
     try:
-        module = next(each for each in (shm_jobs, shm_lives, shm_places) if hasattr(each, request["job"]))
+        module = next(each for each in (shm_jobs, shm_lives, shm_places, host_ranks) if hasattr(each, request["job"]))
         getattr(module, request["job"])(me, **request["args"])
     except Exception as error:
         shm_jobs.say(failed=traceback.format_exc()[-1500:])
@@ -79,6 +80,8 @@ def main() -> None:
                 *lines, rest = (rest + part).split(b"\n")
                 for line in lines:
                     request = json.loads(line)
+                    for module in request["imports"]:  # once, rather than in each rank
+                        importlib.import_module(module)
                     pid = os.fork()
                     if pid == 0:
                         # As any program: no file of the zygote's, and nobody reads its input.

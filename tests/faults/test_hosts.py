@@ -2,84 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.faults.hosts import Network, can_make_hosts, network
+from tests.faults.hosts import can_make_hosts, network
+from tests.faults.shm_ranks import Zygote
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2
-LIMIT_S = 100.0
-
-
-class Lines:
-    """JSON lines of the processes that start a host's ranks."""
-
-    def __init__(self, hosts: Network, plan: str) -> None:
-        variables = {"MASTER_ADDR": hosts.hosts[0].address, "MASTER_PORT": "29519", "OMP_NUM_THREADS": "1"}
-        words = ["-P", "-m", "tests.faults.jobs.host_ranks", "forked"]
-        found = {**variables, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-        self.processes = [
-            host.start([sys.executable, *words, str(index), str(COUNT), plan], found, ROOT)
-            for index, host in enumerate(hosts.hosts)
-        ]
-        self._texts = [b"", b""]
-        self._open = [0, 1]
-        self._until = time.monotonic() + LIMIT_S
-
-    def read(self, key: str, num_lines: int = 2 * COUNT) -> list[dict[str, Any]]:
-        """Return the lines of ranks that have a key, as soon as there are so many."""
-        while len(found := [line for line in self._lines() if key in line]) < num_lines:
-            assert self._open, self._texts
-            streams = {self.processes[index].stdout: index for index in self._open}
-            ready = select.select(list(streams), [], [], max(0.0, self._until - time.monotonic()))[0]
-            assert ready, self._texts
-            for stream in ready:
-                part = os.read(stream.fileno(), 1 << 16)
-                self._texts[streams[stream]] += part
-                if not part:
-                    self._open.remove(streams[stream])
-        return sorted(found, key=lambda line: line["rank"])
-
-    def _lines(self) -> list[dict[str, Any]]:
-        whole = [line for text in self._texts for line in text.split(b"\n")[:-1]]
-        return [json.loads(line) for line in whole if line.startswith(b'{"')]
-
-    def codes(self) -> list[int]:
-        found = [process.wait(max(0.1, self._until - time.monotonic())) for process in self.processes]
-        for process in self.processes:
-            process.stdout.close()
-        return found
+IMPORTS = ("torch._dynamo", "meshwright.testing", "meshwright.run.applying")
+"""What ranks need that compare a plan: an optimizer imports the first one when it is made."""
 
 
 @pytest.mark.root
 @pytest.mark.skipif(not can_make_hosts(), reason="needs the right to make namespaces, and ip, unshare and nsenter")
-def test_a_plan_over_two_hosts_and_a_rank_that_is_killed_on_the_other() -> None:
+def test_a_plan_over_two_hosts_and_a_rank_that_is_killed_on_the_other(zygote: Zygote) -> None:
     with network() as hosts:
-        lines = Lines(hosts, "dp=2,tp=2,zero=1")
-        compared = lines.read("equal")
-        assert [line["equal"] for line in compared] == [True] * 4, compared
-        assert [line["tp"] for line in compared] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-        for line in lines.read("groups"):
-            assert line["segments"] >= 1
-            assert not line["world_shares_memory"]
-            for ranks, shares in line["groups"]:
-                assert shares == (len({rank // COUNT for rank in ranks}) == 1), line
-        lines.read("trains")
-        for pid in hosts.hosts[1].processes():
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "rank3":
-                os.kill(pid, signal.SIGKILL)
-        lost = lines.read("error", 3)
-        assert [(line["rank"], line["error"], line["peer"]) for line in lost] == [
-            (rank, "LostPeerError", 3) for rank in range(3)
-        ], lost
-        assert "rank 3 on host1 has ended without a word" in lost[0]["text"]
-        assert lines.codes() == [12, 12]
+        job = {"MASTER_ADDR": hosts.hosts[0].address, "MASTER_PORT": "29519"}
+        args = {"firsts": [host.pid for host in hosts.hosts], "plan": "dp=2,tp=2,zero=1", "variables": job}
+        with zygote.ranks("be_on_host", 2 * COUNT, imports=IMPORTS, **args) as ranks:
+            assert ranks.hear_all("equal") == [True] * 4, ranks.lines
+            assert ranks.hear_all("tp") == [[0, 1], [0, 1], [2, 3], [2, 3]]
+            for rank in range(2 * COUNT):
+                assert ranks.hear(rank, "segments") >= 1
+                assert not ranks.hear(rank, "world_shares_memory")
+                for members, shares in ranks.hear(rank, "groups"):
+                    assert shares == (len({member // COUNT for member in members}) == 1), ranks.lines
+            ranks.hear_all("trains")
+            for pid in hosts.hosts[1].processes():
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "rank3":
+                    os.kill(pid, signal.SIGKILL)
+            assert ranks.hear_all("error", [0, 1, 2]) == ["LostPeerError"] * 3, ranks.lines
+            assert ranks.hear_all("peer", [0, 1, 2]) == [3] * 3, ranks.lines
+            assert "rank 3 on host1 has ended without a word" in ranks.hear(0, "text")
+            assert ranks.hear_all("exit") == [12, 12, 12, signal.SIGKILL]
         assert [host.left() for host in hosts.hosts] == [{}, {}]

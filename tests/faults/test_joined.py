@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -35,7 +36,8 @@ for environment in json.loads(sys.argv[3]) if len(sys.argv) > 3 else []:
         del os.environ[name]
 start = time.monotonic()
 try:
-    world = join_world(join_timeout_s=float(sys.argv[2]))
+    limit = {"timeout_s": float(os.environ["LIMIT_S"])} if "LIMIT_S" in os.environ else {}
+    world = join_world(join_timeout_s=float(sys.argv[2]), **limit)
     assert join_world() is world
     with world.sharing_failures():
         total = torch.full((2,), world.rank + 1.0)
@@ -46,7 +48,14 @@ try:
             raise ValueError("mine")
         if sys.argv[1] == f"die {world.rank}":
             os.kill(os.getpid(), 9)
-        world.default_group.barrier()
+        if sys.argv[1].startswith("stop"):
+            while not world.watch._neighbours.knows(1 - world.rank):
+                time.sleep(0.01)
+            world.default_group.barrier()
+        if sys.argv[1] == f"stop {world.rank}":
+            os.kill(os.getpid(), 19)
+        with world.calls.during("step"):
+            world.default_group.barrier()
 except Exception as error:
     say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - start, peer=getattr(error, "peer", None))
     sys.exit(exit_code_of(error))
@@ -152,6 +161,20 @@ def test_a_rank_that_was_killed_is_the_peer_in_the_others_error(zygote: Zygote, 
     (code, lines), _ = run_ranks(zygote, program, "die 1", [env_of(rank, 2, port) for rank in (0, 1)])
     assert code == 12
     assert (lines[-1]["error"], lines[-1]["peer"]) == ("LostPeerError", 1), lines
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_stopped_rank_with_the_store_is_named_and_ended_by_its_host(
+    zygote: Zygote, program: str, transport: str
+) -> None:
+    # The store of a stopped process takes questions and answers none: whoever waits over gloo asks it again and again.
+    port, own = free_port(), {"MESHWRIGHT_TRANSPORT": transport, "LIMIT_S": "1", "LOCAL_WORLD_SIZE": "2"}
+    (stopped, _), (code, lines) = run_ranks(
+        zygote, program, "stop 0", [env_of(rank, 2, port) | own | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    )
+    assert (stopped, code) == (-signal.SIGKILL, 12), lines
+    assert (lines[-1]["error"], lines[-1]["peer"]) == ("LostPeerError", 0), lines
+    assert "the job's store, on rank 0's host, has not answered for" in lines[-1]["text"]
 
 
 def test_ranks_of_one_host_meet_on_loopback_whatever_the_masters_address_is(zygote: Zygote, program: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests import trace_format
 from tests.faults.jobs import trained
 from tests.faults.shm_ranks import Zygote
 from tests.faults.test_joined import CLEAN, env_of, free_port
@@ -34,10 +35,10 @@ train = {{ steps = {STEPS}, global_batch_size = {BATCH}, seed = {SEED}, loss = "
 DROPOUT = "model.kwargs.dropout=0.25"
 
 
-def sample_of(step: int) -> int:
-    """Return a sample that is read for a step of the first epoch, counted from 1, by the second of two ranks."""
+def sample_of(step: int, rank: int = 1) -> int:
+    """Return a sample that is read for a step of the first epoch, counted from 1, by one of two ranks."""
     order = epoch_order(trained.NUM_SAMPLES, SEED, 0, shuffle=True)
-    return int(order[step * BATCH - 1])
+    return int(order[step * BATCH - (1 if rank else BATCH)])
 
 
 def train(folder: Path, *settings: str, plan: str = "dp=2", resume: bool = False) -> int:
@@ -51,10 +52,10 @@ def train(folder: Path, *settings: str, plan: str = "dp=2", resume: bool = False
             return exit_code_of(error)
 
 
-def interrupt(folder: Path, step: int, *words: str) -> None:
+def interrupt(folder: Path, step: int, *words: str, rank: int = 1) -> None:
     """Have something happen while a rank reads its samples for a step."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "harm").write_text(" ".join([str(sample_of(step)), *words]))
+    (folder / "harm").write_text(" ".join([str(sample_of(step, rank)), *words]))
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -276,6 +277,39 @@ def test_a_disk_without_room_in_the_background(
         assert code == 0
         assert saved + [event["step"] for event in events(tmp_path, "save_failed")] == [2, 4, 6, 8, 10]
         assert_matches("warning: step 8 was not saved: " + text, shown.out)
+    assert losses(tmp_path) == losses(undisturbed(DROPOUT))
+
+
+def test_a_trace_without_room_is_told_and_the_run_goes_on(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    # A file of the rank that writes the trace after step 4 may not grow over 200 bytes, from that step to the sixth.
+    interrupt(tmp_path, 4, "limit", f"200:{sample_of(6, rank=0)}", rank=0)
+    assert train(tmp_path, DROPOUT, "train.trace='3-4'") == 0
+    (failed,) = events(tmp_path, "trace_failed")
+    assert failed["step"] == 4
+    assert_matches(r"cannot write runs/run/.trace.json\.[0-9a-f]+\.partial: File too large", failed["text"])
+    assert list((tmp_path / "runs" / "run").glob("*trace*")) == []
+    assert losses(tmp_path) == losses(undisturbed(DROPOUT))
+
+
+def test_a_trace_of_a_run_that_is_killed_in_it(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    (folder / ".trace.json.0123.partial").touch()  # as of a rank that was killed while it wrote
+    interrupt(tmp_path, 4, "signal", "SIGKILL")
+    settings = [
+        DROPOUT,
+        "train.trace='3-5'",
+        "train.max_restarts=1",
+        "checkpoint.every_minutes=1e-9",
+        "checkpoint.keep=1",
+    ]
+    assert train(tmp_path, *settings) == 0
+    kinds = [event["event"] for event in read_events(folder) if event["event"] in ("traced", "restarting")]
+    assert kinds == ["restarting", "traced"]
+    # The killed ranks' part of the trace is lost with them; what was taken again is whole.
+    assert trace_format.check_file(folder / "trace.json") == []
+    assert events(tmp_path, "traced")[0]["steps"] == [4, 5]
+    assert [path.name for path in folder.glob("*trace*")] == ["trace.json"]
     assert losses(tmp_path) == losses(undisturbed(DROPOUT))
 
 

@@ -61,6 +61,13 @@ def test_groups_leave_nothing_in_the_process(zygote: Zygote) -> None:
             assert after["mappings"] - before["mappings"] < 20, (before, after)
 
 
+def test_groups_that_are_left_and_destroyed_at_once(zygote: Zygote) -> None:
+    # The one that leaves held a bare pointer to a group, whose last owner is the other one.
+    with zygote.ranks("leave_beside_a_thread", 2, count=40) as ranks:
+        assert ranks.hear_all("exit") == [0, 0], (ranks.lines, ranks.errors(0), ranks.errors(1))
+        assert ranks.hear_all("destroyed") == [40, 40]
+
+
 @pytest.mark.parametrize("how", ["exit", "return", "destroy", "use", "multiprocessing"])
 def test_a_child_that_a_rank_forks(zygote: Zygote, how: str) -> None:
     with zygote.ranks("fork", 2, how=how) as ranks:

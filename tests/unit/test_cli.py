@@ -95,9 +95,11 @@ def test_config_errors_are_one_message_in_time_without_torch(in_tmp):
         ("plan resnet-50 --cluster 4xv100-32gb --global-batch 256", 0),
         ("plan bert-large --cluster 4xv100-32gb --global-batch 128 --strategies", 0),
         ("plan deepseek-v3 --cluster 8xv100-32gb --global-batch 64", 3),  # nothing fits
+        ("verify missing.toml --plan dp=2", 2),
+        ("compare missing.toml --plans dp=2", 2),
     ],
 )
-def test_schedules_and_plans_need_no_torch(words: str, code: int):
+def test_schedules_plans_and_configurations_that_are_missing_need_no_torch(words: str, code: int):
     program = (
         f"import sys; sys.argv = ['meshwright', *{words.split()!r}]\n"
         "from meshwright import cli\n"

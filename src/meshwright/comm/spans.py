@@ -49,8 +49,6 @@ class SpanRecorder:
         """Exchanges beside computation, in the order of their starts."""
         self.threads: dict[int, str] = {}
         """Thread -> its name."""
-        self.first_step = 0
-        """Steps that were done before this process began [count]."""
         self.num_left_out = 0
         """Spans that there was no room for [count]."""
 

@@ -42,6 +42,8 @@ _CONNECT_S = 5.0
 _RETRY_S = 0.2
 # A client of the store that waits for an answer looks at no other limit, and an exchange's limit waits for it.
 _STORE_PATIENCE_S = 10.0
+_LEAST_SILENCE_S = 3.0
+"""How long a store may answer nothing, however short an exchange's limit is: its host may be busy [s]."""
 DEVICE_VARIABLE = "MESHWRIGHT_DEVICE"
 
 _P = ParamSpec("_P")
@@ -174,19 +176,25 @@ def _world_around(
         link=link,
         store=store,
         share=sharing,
-        watch=None
-        if store is None or link is not None or place.address is None
-        else _watch(store, place.address, place),
+        watch=None if store is None or link is not None or place.address is None else _watch(store, place, timeout_s),
     )
 
 
-def _watch(store: Store, address: tuple[str, int], place: Place) -> JoinedWatch:
+def _watch(store: Store, place: Place, timeout_s: float) -> JoinedWatch:
     """Return the watch of a joined rank, which has begun."""
+    host, port = _store_address(place)
     clone = getattr(store, "clone", None)  # not in torch's stubs
     first = place.rank - place.local_rank  # where launchers lay ranks host by host
     neighbours = range(max(0, first), min(place.world_size, first + place.local_size))
-    watch = JoinedWatch(store if clone is None else clone(), place.rank, place.world_size, neighbours)
-    limit_connections(*address, _STORE_PATIENCE_S)
+    watch = JoinedWatch(
+        store if clone is None else clone(),
+        place.rank,
+        place.world_size,
+        neighbours,
+        guarded=(host, port, max(timeout_s, _LEAST_SILENCE_S)),
+        store_rank=None if place.has_agent_store else 0,
+    )
+    limit_connections(host, port, _STORE_PATIENCE_S)
     watch.start()
     return watch
 
@@ -222,9 +230,7 @@ def _place_of_default_group() -> Place:
 
 def _open_store(place: Place, join_timeout_s: float) -> Store:
     """Open the store at the master's address; rank 0 hosts it unless torchrun's agent does."""
-    host, port = place.address or ("", 0)
-    if place.is_one_host and not place.has_agent_store:
-        host = "127.0.0.1"  # where rank 0 listens, whatever address the master's name means here
+    host, port = _store_address(place)
     deadline = time.monotonic() + join_timeout_s
     listener = None
     try:
@@ -252,6 +258,13 @@ def _open_store(place: Place, join_timeout_s: float) -> Store:
         ) from error
     prefix = f"meshwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return PrefixStore(prefix, store)
+
+
+def _store_address(place: Place) -> tuple[str, int]:
+    """Return where the store of a job listens."""
+    host, port = place.address or ("", 0)
+    # Rank 0 listens on loopback where all ranks are on one host, whatever address the master's name means here.
+    return ("127.0.0.1" if place.is_one_host and not place.has_agent_store else host), port
 
 
 def _await_master(host: str, port: int, deadline: float) -> None:

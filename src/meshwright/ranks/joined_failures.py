@@ -57,6 +57,8 @@ def sharing(world: World) -> Iterator[None]:
                 elif world.watch is not None:
                     world.watch.end_stuck(news["rank"])
                 raise _explained(world, error, news) from error
+        elif world.watch is not None:
+            world.watch.end_store_rank()
         if missing is not None:
             raise _named(world, error, missing) from error
         raise
@@ -68,6 +70,9 @@ def _cause(world: World, store: Store) -> tuple[dict[str, Any] | None, Missing |
     if news is not None or world.watch is None:
         return news or _news(store, _NEWS_PATIENCE_S), None
     missing = world.watch.find_missing()
+    if world.watch.store_is_lost() is not None:
+        world.watch.end_store_rank()
+        return None, missing
     if not missing.ranks:
         return _news(store, _NEWS_PATIENCE_S), missing
     verdict = {"rank": missing.ranks[0], "type": _MISSING, "text": missing.text, "traceback": "", "by": world.rank}

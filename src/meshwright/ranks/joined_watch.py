@@ -24,6 +24,7 @@ from meshwright.ranks.heartbeat import RECORD_BYTES, Board, Pulse
 from meshwright.ranks.neighbours import Neighbours
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import scratch_file
+from meshwright.ranks.store_connections import StoreGuard
 from meshwright.ranks.told import Missing, Told
 from meshwright.spec.rank_states import RankActivity
 
@@ -65,9 +66,21 @@ class JoinedWatch:
         rank: This rank.
         world_size: Ranks [count].
         neighbours: Ranks that may be of this host.
+        guarded: The store's address, and for how long it may answer nothing before this process's connections to it are shut
+            down [s]; None leaves them.
+        store_rank: The rank whose process holds the store; None where that is no rank's.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, neighbours: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        neighbours: Sequence[int] = (),
+        *,
+        guarded: tuple[str, int, float] | None = None,
+        store_rank: int | None = None,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -92,12 +105,16 @@ class JoinedWatch:
         self._count = 0
         self._answered_at = time.monotonic()
         self._is_lost = False
+        self._store_rank = store_rank
+        self._guard = None if guarded is None else StoreGuard(*guarded, lambda: self._answered_at)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-joined-watch", daemon=True)
 
     def start(self) -> None:
         """Begin to tell."""
         self._thread.start()
+        if self._guard is not None:
+            self._guard.start()
 
     def stop(self, end: str = "has left", missing: Sequence[int] = ()) -> None:
         """Tell for the last time, and end.
@@ -109,6 +126,8 @@ class JoinedWatch:
         if self._is_over.is_set():
             return
         self._is_over.set()
+        if self._guard is not None:
+            self._guard.stop()
         self._neighbours.wake()
         self._thread.join(2 * self.period_s)
         if not self._thread.is_alive():
@@ -171,6 +190,15 @@ class JoinedWatch:
             told = self._told(rank)
             if not told.end and told.count == before.count:
                 self._neighbours.kill(rank)
+
+    def end_store_rank(self) -> None:
+        """Kill the rank that holds the store, which is out of reach, where that rank is of this host and lives."""
+        rank, answered_at = self._store_rank, self._answered_at
+        has_shut = self._guard is not None and self._guard.has_shut
+        if rank is None or not self._neighbours.knows(rank) or (self._is_lost and not has_shut):
+            return
+        if not self._is_over.wait(_SILENT_PERIODS * self.period_s) and self._answered_at == answered_at:
+            self._neighbours.kill(rank)
 
     def await_end(self, rank: int, limit_s: float) -> None:
         """Wait until a rank's process has ended, where that is of this host.

@@ -176,7 +176,7 @@ class ParallelModel:
         recorder = self.ledger.recorder
         if recorder is None:
             return contextlib.nullcontext()
-        step = self.num_steps + 1 + recorder.first_step
+        step = self.num_steps + 1
         return self.ledger.span("step", f"step {step}", {"step": step})
 
     def evaluate(self, batch: Any) -> dict[str, Any]:

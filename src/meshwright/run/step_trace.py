@@ -35,7 +35,6 @@ class StepTrace:
 
     Args:
         model: The model.
-        first_step: Steps that were done before this process began, for the steps' numbers [count].
         clock: This rank's clock, which only moves forward [ns].
         clock_name: Its name; ranks with one name share it.
         profiler: Whether torch.profiler's operators are recorded too, which makes the steps longer.
@@ -45,7 +44,6 @@ class StepTrace:
         self,
         model: ParallelModel,
         *,
-        first_step: int = 0,
         clock: Callable[[], int] = time.monotonic_ns,
         clock_name: str = "",
         profiler: bool = False,
@@ -53,7 +51,6 @@ class StepTrace:
         self._model = model
         self._ledger = model.ledger
         self._group = model.world.default_group
-        self._first_step = first_step
         self._clock = clock
         self._clock_name = clock_name
         self._recorder: SpanRecorder | None = None
@@ -78,9 +75,8 @@ class StepTrace:
         except BaseException:
             self.stop()
             raise
-        self._first_traced = self._first_step + self._model.num_steps + 1
+        self._first_traced = self._model.num_steps + 1
         self._recorder = self._ledger.recorder = SpanRecorder(self._clock)
-        self._recorder.first_step = self._first_step
         self._recorder.note_thread()  # the one that computes comes first
 
     def _start_operators(self) -> None:
@@ -138,7 +134,7 @@ class StepTrace:
             ranks = _gather(self._group, self._device, mine)
         if ranks is None:
             return None
-        last = self._first_step + self._model.num_steps
+        last = self._model.num_steps
         facts: dict[str, Any] = {
             "id": secrets.token_hex(8),
             "plan": str(self._model.plan),

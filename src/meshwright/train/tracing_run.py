@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -29,7 +30,6 @@ class RunTrace:
         self._steps = range(max(steps.start, first_step + 1), steps.stop) if steps else steps
         self._path = config.run_directory / TRACE_FILE
         self._model = model
-        self._first_step = first_step
         self._has_profiler = config.train.profiler
         self._trace: StepTrace | None = None
 
@@ -38,7 +38,7 @@ class RunTrace:
         if not self._steps or step != self._steps[0]:
             return 0.0
         began = time.perf_counter()
-        self._trace = StepTrace(self._model, first_step=self._first_step, profiler=self._has_profiler)
+        self._trace = StepTrace(self._model, profiler=self._has_profiler)
         self._trace.begin()
         return time.perf_counter() - began
 
@@ -55,6 +55,7 @@ class RunTrace:
         if found is None:
             return []
         facts = found["otherData"]
+        self._remove_rests()
         try:
             write_trace(found, self._path)
         except StorageError as error:
@@ -70,6 +71,12 @@ class RunTrace:
                 "seconds": time.perf_counter() - began,
             }
         ]
+
+    def _remove_rests(self) -> None:
+        """Remove what a run left of its trace that was killed while it wrote; the folder is this run's alone."""
+        for rest in self._path.parent.glob(f".{self._path.name}.*.partial"):
+            with contextlib.suppress(OSError):
+                rest.unlink()
 
     def close(self) -> None:
         """Stop recording; nothing is exchanged."""

@@ -17,18 +17,24 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from tests.faults.jobs.shm_jobs import Me
 
 WIDTH = 16
 SAMPLES = 7
 NUM_STEPS = 2
 _SET_NAME = 15  # PR_SET_NAME
 LOST_S = 60.0
-"""How long an exchange of forked ranks may wait [s]."""
+"""How long an exchange of a zygote's ranks may wait [s]."""
+NAMESPACES = ("net", "uts", "pid", "mnt")  # the last one takes the way to the others
+_marks: dict[str, Any] = {}
+"""What every line has."""
 
 
 def say(**line: Any) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")  # in one piece: ranks share the stream
+    sys.stdout.write(json.dumps(_marks | line) + "\n")  # in one piece: ranks share the stream
     sys.stdout.flush()
 
 
@@ -123,30 +129,44 @@ def train_until_lost(plan: str) -> int:
     return 0
 
 
-def forked(index: int, count: int, plan: str) -> int:
-    """Fork the ranks of one of two hosts from this process, which has imported torch for all of them."""
-    import meshwright.run.applying  # noqa: F401
+def be_on_host(me: Me, firsts: list[int], plan: str, variables: dict[str, str]) -> None:
+    """Be one of a zygote's ranks on a host: compare a plan, then train until an exchange fails.
+
+    Args:
+        me: The rank.
+        firsts: The first process of each host.
+        plan: The plan.
+        variables: What a job sets for all its ranks.
+    """
+    from tests.faults.jobs.shm_jobs import die_with_parent
+
     from meshwright.ranks.join import join_world
 
-    children = []
-    for local in range(count):
-        if child := os.fork():
-            children.append(child)
-            continue
-        place = {"RANK": index * count + local, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
-        os.environ.update({name: str(value) for name, value in place.items()})
-        ctypes.CDLL(None).prctl(_SET_NAME, f"rank{place['RANK']}".encode())
-        code = 1
-        try:
-            join_world(timeout_s=LOST_S)
-            code = compare_plans([plan]) or train_until_lost(plan)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    _marks["group"] = me.group
+    count = me.size // len(firsts)
+    enter_host(firsts[me.rank // count])
+    child = os.fork()  # which is in the host's namespace of processes; this one is not
+    if child:
+        os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    die_with_parent()
+    place = {"RANK": me.rank, "WORLD_SIZE": me.size, "LOCAL_RANK": me.rank % count, "LOCAL_WORLD_SIZE": count}
+    os.environ.update({name: str(value) for name, value in place.items()} | variables)
+    ctypes.CDLL(None).prctl(_SET_NAME, f"rank{me.rank}".encode())
+    join_world(timeout_s=LOST_S)
+    code = compare_plans([plan]) or train_until_lost(plan)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def enter_host(first: int) -> None:
+    """Make this process one of a host, but for its number, which the processes that it forks have there alone."""
+    here, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)
+    files = [os.open(f"/proc/{first}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    for file in files:
+        if libc.setns(file, 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        os.close(file)
+    os.chdir(here)
 
 
 def serve(index: int, count: int) -> int:
@@ -228,8 +248,6 @@ def main() -> int:
         return compare_plans(rest)
     if what == "serve":
         return serve(int(rest[0]), int(rest[1]))
-    if what == "forked":
-        return forked(int(rest[0]), int(rest[1]), rest[2])
     return start(int(rest[0]), int(rest[1]), rest[2], rest[3:])
 
 

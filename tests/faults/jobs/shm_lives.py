@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.faults.jobs.shm_jobs import (
     join,
     say,
 )
+
+from meshwright.comm.shm.build import load_extension
 
 
 def sum_is_right(me: Me, group: Any = None) -> bool:
@@ -131,18 +134,43 @@ def come_and_go(me: Me, times: int) -> None:
         dist.destroy_process_group()
 
 
+def used_group(me: Me) -> Any:
+    """Return a new group of two ranks, both of whose threads have started."""
+    part = dist.new_group([0, 1], backend="shm")
+    dist.all_reduce(torch.ones(100_000), group=part, async_op=True).wait()
+    receipt = dist.irecv(torch.ones(100_000), 1 - me.rank, group=part)
+    dist.send(torch.ones(100_000), 1 - me.rank, group=part)
+    receipt.wait()
+    return part
+
+
+def leave_beside_a_thread(me: Me, count: int) -> None:
+    """Leave all groups, as at the program's end, while another thread destroys the same ones."""
+    join(me)
+    groups = [used_group(me) for _ in range(count)]
+    dist.barrier()
+    begins = threading.Barrier(2)
+
+    def destroy() -> None:
+        begins.wait()
+        while groups:
+            dist.destroy_process_group(groups.pop(0))
+
+    thread = threading.Thread(target=destroy)
+    thread.start()
+    begins.wait()
+    load_extension().leave_all()
+    thread.join()
+    say(destroyed=count - len(groups))
+
+
 def make_many_groups(me: Me, count: int) -> None:
     join(me)
     for number in range(3 + count):
-        part = dist.new_group([0, 1], backend="shm")
-        # So that both threads of the group have started.
-        dist.all_reduce(torch.ones(100_000), group=part, async_op=True).wait()
-        receipt = dist.irecv(torch.ones(100_000), 1 - me.rank, group=part)
-        dist.send(torch.ones(100_000), 1 - me.rank, group=part)
-        receipt.wait()
+        part = used_group(me)
         dist.barrier()
         dist.destroy_process_group(part)
-        del part, receipt
+        del part
         if number in (2, 2 + count):
             say(held=what_is_held())
     dist.destroy_process_group()

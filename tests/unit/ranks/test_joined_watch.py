@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -10,16 +11,19 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from meshwright.ranks import joined_watch
+from meshwright.ranks import joined_watch, store_connections
 from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch
 from meshwright.ranks.listening import interface_towards
-from meshwright.ranks.store_connections import limit_connections
+from meshwright.ranks.store_connections import StoreGuard, limit_connections
 from meshwright.spec.rank_states import RankActivity, RankStates
+
+DEADLINE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +180,64 @@ def test_connections_to_the_store_alone_are_limited() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "no-such-host.invalid"])
 def test_no_interface_leads_to_a_master_on_loopback(host: str) -> None:
     assert interface_towards(host, 29500) is None
+
+
+class SilentStore:
+    """A server that accepts, and answers nothing: as the store of a process that was stopped."""
+
+    def __init__(self) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = self.server.getsockname()
+        self.client = socket.create_connection(self.address)
+        self.answered_at = time.monotonic()
+
+    def guard(self, limit_s: float) -> StoreGuard:
+        guard = StoreGuard(*self.address, limit_s, lambda: self.answered_at)
+        guard.start()
+        return guard
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def silent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentStore]:
+    monkeypatch.setattr(store_connections, "_LOOK_S", 0.01)
+    store = SilentStore()
+    yield store
+    store.close()
+
+
+def test_a_store_that_answers_nothing_does_not_hold_whoever_asks(silent_store: SilentStore) -> None:
+    silent_store.client.settimeout(DEADLINE_S)
+    guard = silent_store.guard(0.1)
+    assert silent_store.client.recv(1) == b""  # the end, rather than a wait without one
+    assert guard.has_shut
+    guard.stop()
+
+
+def test_a_store_that_answers_in_time_is_left_alone(silent_store: SilentStore) -> None:
+    guard = silent_store.guard(0.3)
+    until = time.monotonic() + 0.6
+    while time.monotonic() < until:
+        silent_store.answered_at = time.monotonic()
+        assert not guard._is_over.wait(0.02)
+    guard.stop()
+    guard._thread.join(DEADLINE_S)
+    assert not guard.has_shut
+    assert silent_store.client.send(b"?") == 1
+
+
+def test_a_process_that_was_stopped_itself_does_not_blame_the_store(
+    silent_store: SilentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Between two looks an hour goes by: the process stood still, and so did the thread that hears the store.
+    times = itertools.chain([0.0, 0.0, 3600.0], itertools.count(3600.0, 0.01))
+    monkeypatch.setattr(store_connections, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    guard = silent_store.guard(5.0)
+    guard._thread.join(0.2)
+    assert guard._thread.is_alive()
+    guard.stop()
+    guard._thread.join(DEADLINE_S)
+    assert not guard.has_shut

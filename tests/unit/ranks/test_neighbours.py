@@ -129,3 +129,28 @@ def test_processes_of_another_place_are_not_looked_at(child: subprocess.Popen[by
     found.wake()
     assert found.look(QUICK_S) == []
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("store_rank", "answers", "is_killed"), [(2, False, True), (2, True, False), (None, False, False)]
+)
+def test_a_rank_whose_store_answers_nothing_is_ended_by_its_host(
+    child: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    store_rank: int | None,
+    answers: bool,
+    is_killed: bool,
+) -> None:
+    monkeypatch.setattr(joined_watch, "_PERIOD_S", 0.05)
+    store: Any = HashStore()
+    watch = JoinedWatch(store, 0, 3, range(3), store_rank=store_rank)
+    store.set("process/2", json.dumps([process_numbers_place(), child.pid]))
+    watch._neighbours.find()
+    if answers:
+        monkeypatch.setattr(watch._is_over, "wait", lambda _s: watch._tell())
+    watch.end_store_rank()
+    if is_killed:
+        assert child.wait(QUICK_S) == -signal.SIGKILL
+    else:
+        assert child.poll() is None
+    watch._neighbours.close()

@@ -20,9 +20,10 @@ constexpr Patience kRoomyBackground{100, microseconds(0)};
 constexpr Patience kCrowdedBackground{0, microseconds(0)};
 
 // Every backend of this process. Never destroyed: torch may let go of a group after this library's own end.
+using Backends = std::map<ShmBackend*, c10::weak_intrusive_ptr<ShmBackend>>;
 struct All {
   std::mutex lock;
-  std::map<ShmBackend*, c10::weak_intrusive_ptr<ShmBackend>> backends;
+  Backends backends;
 };
 All& all() {
   static auto* const found = new All;
@@ -46,7 +47,7 @@ ShmBackend::ShmBackend(std::shared_ptr<Segment> segment, const Settings& setting
 Ref<ShmBackend> ShmBackend::make(std::shared_ptr<Segment> segment, const Settings& settings) {
   auto made = c10::make_intrusive<ShmBackend>(std::move(segment), settings);
   std::lock_guard<std::mutex> held(all().lock);
-  all().backends.emplace(made.get(), c10::weak_intrusive_ptr<ShmBackend>(made));  // none can be had inside of the constructor
+  all().backends.emplace(made.get(), c10::weak_intrusive_ptr<ShmBackend>(made));
   return made;
 }
 
@@ -90,15 +91,14 @@ void ShmBackend::shutdown() {
 
 void ShmBackend::leave_all() {
   while (true) {
-    Ref<ShmBackend> next;
+    Backends::node_type first;  // let go of without the lock, which the end of a backend takes
     {
       std::lock_guard<std::mutex> held(all().lock);
       if (all().backends.empty()) break;
-      const auto first = all().backends.begin();
-      // Another thread may let go of the group meanwhile. One whose last owner has gone waits for the lock, and leaves by itself.
-      next = first->second.lock();
-      all().backends.erase(first);
+      first = all().backends.extract(all().backends.begin());
     }
+    // Another thread may let go of the group meanwhile: one whose last owner has gone leaves by itself.
+    const Ref<ShmBackend> next = first.mapped().lock();
     if (next) next->shutdown();  // without the lock: callbacks run here
   }
   const WithoutGil without_gil;
@@ -107,7 +107,7 @@ void ShmBackend::leave_all() {
 
 void ShmBackend::tell_raised(uint64_t call) {
   std::lock_guard<std::mutex> held(all().lock);
-  for (const auto& [backend, weak] : all().backends) backend->waiter_.tell_raised(call);
+  for (const auto& each : all().backends) each.first->waiter_.tell_raised(call);
 }
 
 c10::weak_intrusive_ptr<ShmBackend> ShmBackend::weak() {

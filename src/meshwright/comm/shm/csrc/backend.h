@@ -32,8 +32,8 @@ using Ref = c10::intrusive_ptr<T>;
 
 class ShmBackend : public c10d::Backend {
  public:
+  // A backend that `leave_all` and `tell_raised` reach; the constructor alone makes one that they do not.
   static Ref<ShmBackend> make(std::shared_ptr<Segment> segment, const Settings& settings);
-  // By `make` alone, which enters it into the list of this process's groups.
   ShmBackend(std::shared_ptr<Segment> segment, const Settings& settings);
   ~ShmBackend() override;
   // The group's end comes with its last owner; works may still keep this object's memory.
