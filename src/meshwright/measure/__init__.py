@@ -14,7 +14,7 @@ probe_ranks      its measurements, on ranks
 probe_exchanges  collectives and messages, by size and number of ranks
 probe_functions  elementwise functions that it times
 probe_runtime    what plans add to a model's operators
-host_pace        whether this host is as fast as when it was measured
+host_pace        pace of this host, beside when it was measured
 probe_cores      how much of the cores other programs took meanwhile
 probe_sizes      sizes of what it measures
 probe_listing    what `meshwright probe` prints

@@ -1,4 +1,4 @@
-"""How fast this host copies memory now, beside when it was measured: whether what is kept of it still holds.
+"""Pace of this host: how fast it copies memory now, beside when it was measured, and so whether what is kept still holds.
 
 A virtual machine shares caches and memory with others, which its own counters do not show: the same host computed the same
 step 1.6 to 2 times as slowly a day later, with nothing else running in it.
