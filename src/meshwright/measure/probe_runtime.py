@@ -23,7 +23,7 @@ from meshwright.measure.probe_sizes import (
     RUNTIME_MICRO_BATCHES,
     RUNTIME_STEPS,
 )
-from meshwright.ranks.world import World
+from meshwright.ranks.world import World, current_world
 from meshwright.run.applying import apply_plan
 
 __all__: list[str] = []
@@ -124,7 +124,9 @@ def _of_plan(num_steps: int, plan: str, rows: int = 1) -> list[float]:
     for size in (FEW_LAYERS, MANY_LAYERS):
         build = functools.partial(_build, size)
         with apply_plan(build, plan, loss_fn=_loss, optimizer=_make_optimizer) as model:
-            batch = _batch(_ROWS * rows)
+            world = current_world()  # each replica has a share of its own, stages all have the same
+            share = world.rank if world is not None and plan.startswith("dp=") else 0
+            batch = _batch(_ROWS * rows, share)
             found.append(_time_steps(lambda model=model, batch=batch: model.step(batch), num_steps))
     return found
 
@@ -146,8 +148,8 @@ def _build(num_layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_layers)))
 
 
-def _batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(rows, _WIDTH), torch.zeros(rows, _WIDTH)
+def _batch(rows: int, share: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((rows, _WIDTH), 1.0 + share), torch.zeros(rows, _WIDTH)
 
 
 def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
