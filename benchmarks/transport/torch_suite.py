@@ -17,6 +17,7 @@ import collections
 import json
 import os
 import sys
+import sysconfig
 import tempfile
 import time
 import unittest
@@ -99,13 +100,17 @@ def suite_class(arguments: argparse.Namespace) -> type[unittest.TestCase]:
     return TorchSuite
 
 
+_PACKAGES = sysconfig.get_path("purelib") + os.sep
+"""Where torch lies, which is no part of a result."""
+
+
 def outcome_of(found: unittest.TestResult) -> tuple[str, str]:
     """Return how one test ended, as a word and a reason."""
     for word, entries in (("failed", found.errors + found.failures), ("skipped", found.skipped)):
         if entries:
             # The end of a traceback says what it was; the suite's advice stands behind it.
             text = " ".join(entries[-1][1].split()).split(" To execute this test")[0]
-            return word, text[-300:]
+            return word, text.replace(_PACKAGES, "")[-300:]
     return "passed", ""
 
 
