@@ -100,6 +100,13 @@ def boot_id() -> str:
     return _read(Path("/proc/sys/kernel/random/boot_id"))
 
 
+def process_numbers_place() -> str:
+    """Return what is equal for processes that know each other by number: boot and name space; "" where that is not known."""
+    with contextlib.suppress(OSError):
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}" if (boot := boot_id()) else ""
+    return ""
+
+
 def resident_bytes() -> int:
     """Return the memory that this process holds in RAM [bytes]; 0 where the system does not say."""
     words = _read(Path("/proc/self/statm")).split()

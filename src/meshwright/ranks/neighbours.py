@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from meshwright.host import boot_id
+from meshwright.host import process_numbers_place
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -113,10 +113,3 @@ class Neighbours:
             for descriptor in (*self._wake, *self._descriptors):
                 os.close(descriptor)
             self._place = ""
-
-
-def process_numbers_place() -> str:
-    """Return what is equal for processes that know each other by number: boot and name space; "" where that is not known."""
-    with contextlib.suppress(OSError):
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}" if (boot := boot_id()) else ""
-    return ""

@@ -229,13 +229,19 @@ def test_a_compiler_that_is_no_command_is_a_build_error(
         build_extension()
 
 
-def test_a_failure_from_the_future_holds_no_longer(
-    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def failed_build() -> tuple[Path, Path]:
+    """Return where the extension would lie, and the mark of an attempt that has failed just now."""
     path = build_extension()
     path.unlink()
     failure = path.with_suffix(".failed")
     keep_file(failure, b"no compiler")
+    return path, failure
+
+
+def test_a_failure_from_the_future_holds_no_longer(
+    cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, failure = failed_build()
     with pytest.raises(BuildError, match="no compiler"):
         build_extension()
     os.utime(failure, (2**31, 2**31))
@@ -245,10 +251,7 @@ def test_a_failure_from_the_future_holds_no_longer(
 def test_ranks_do_not_try_again_where_their_launching_process_has_not(
     cache: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = build_extension()
-    path.unlink()
-    failure = path.with_suffix(".failed")
-    keep_file(failure, b"no compiler")
+    path, failure = failed_build()
     made = time.time() - 61  # the launching process looked a moment before
     os.utime(failure, (made, made))
     monkeypatch.delitem(sys.modules, build._MODULE, raising=False)

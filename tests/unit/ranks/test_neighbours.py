@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from meshwright.host import process_numbers_place
 from meshwright.ranks import joined_watch
 from meshwright.ranks.joined_watch import FAILURE_KEY, JoinedWatch
-from meshwright.ranks.neighbours import Neighbours, process_numbers_place
+from meshwright.ranks.neighbours import Neighbours
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no descriptors of processes")
 

@@ -44,7 +44,7 @@ class _Kept:
 
     def __init__(self, writes: UnseenWrites) -> None:
         self._writes = writes
-        self._are_digested = False
+        self._are_digested = not writes.are_known
         self._results: dict[Any, list[OperatorResult]] = collections.defaultdict(list)
         self._of_storage: dict[int, OperatorResult] = {}
         self._calls: collections.Counter[Any] = collections.Counter()
@@ -94,10 +94,6 @@ class _Kept:
         self._calls[operator] += 1
         kept = self._take(operator, index, args, kwargs)
         return run() if kept is None else kept
-
-    def begin_digests(self) -> None:
-        """Look at the values of results from here on."""
-        self._are_digested = True
 
     def begin_repetition(self) -> None:
         """Count calls from the first one on."""
@@ -179,8 +175,6 @@ class _Keeping(_KeptMode):
     def __init__(self, kept: _Kept, writes: UnseenWrites) -> None:
         super().__init__(kept)
         self._writes = writes
-        if not writes.are_known:
-            kept.begin_digests()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

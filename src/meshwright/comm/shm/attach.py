@@ -6,7 +6,6 @@ of /dev/shm does not matter. Other ranks open it through /proc/<pid>/fd, which t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import fcntl
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.shm.build import BuildError, load_extension
-from meshwright.host import boot_id
+from meshwright.host import process_numbers_place
 
 if TYPE_CHECKING:
     # Documented as torch.distributed's own, though its stubs do not say so.
@@ -175,7 +174,4 @@ def _refuse(cards: Sequence[_Card], global_ranks: Sequence[int] | None) -> None:
 
 def _place() -> str:
     """Return the kernel, process namespace and user, which two processes must share to open each other's files."""
-    parts = [str(os.getuid()), boot_id()]
-    with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts) if len(parts) == 3 and parts[1] else f"{parts[0]}/{secrets.token_hex(8)}"
+    return f"{os.getuid()}/{process_numbers_place() or secrets.token_hex(8)}"
