@@ -73,6 +73,13 @@ def is_new(folder: Path, name: str) -> bool:
     return True
 
 
+def has_step(folder: Path, name: str, step: int) -> bool:
+    """Return whether a run has taken this step: one that was cut before it was resumed has a report too."""
+    events = folder / "runs" / name / "events.jsonl"
+    lines = events.read_text().splitlines() if events.is_file() else []
+    return any((event := json.loads(line))["event"] == "step" and event["step"] == step for line in lines)
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
@@ -84,7 +91,8 @@ def main() -> None:
     if is_new(folder, "killed"):
         kill_one(folder, "killed")
         run(folder, command("report", "runs/killed"))
-    if is_new(folder, "resumed"):
+    if not has_step(folder, "resumed", 20) or is_new(folder, "resumed"):
+        shutil.rmtree(folder / "runs" / "resumed", ignore_errors=True)
         run(folder, train("resumed", "dp=2", 14))
         run(folder, [*train("resumed", "tp=2", 20, "--trace", "16-17"), "--resume"])
     for kind in ("hostile", "large"):

@@ -325,10 +325,18 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     measurement = record.measurement if record is not None else None
     if run.skipped:
         facts.append(("skipped steps", f"{len(run.skipped):,}"))
-    if run.steps.since_when_not_finite("loss") is not None:
-        facts.append(("last loss", "not a finite number"))
-    elif measurement is not None and measurement.loss is not None:
-        facts.append(("last loss", f"{measurement.loss:.6g}"))
+    recorded = measurement.loss if measurement is not None else None
+    for label, series, of_record in (
+        ("last loss", run.steps, recorded),
+        ("last held-out loss", run.evaluations, None),
+    ):
+        value = of_record
+        if value is None and len(series):  # of a killed run, which has no measurement
+            value = series.columns["loss"][-1]
+        if series.since_when_not_finite("loss") is not None:
+            facts.append((label, "not a finite number"))
+        elif value is not None:
+            facts.append((label, f"{value:.6g}"))
     return facts + _measured_facts(run, measurement)
 
 
@@ -344,8 +352,6 @@ def _measured_facts(run: RunFiles, measurement: Measurement | None) -> list[tupl
             facts.append((label, f"{rate:,.1f}"))
     if measurement.peak_memory_bytes is not None:
         facts.append(("peak memory, fullest rank", format_bytes(measurement.peak_memory_bytes)))
-    if len(run.evaluations):
-        facts.append(("last held-out loss", f"{run.evaluations.columns['loss'][-1]:.6g}"))
     if record is not None and record.step_time_ratio is not None:
         facts.append(("step time, measured over predicted", f"{record.step_time_ratio:.2f}"))
     return facts

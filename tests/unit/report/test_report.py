@@ -171,6 +171,12 @@ def test_losses_that_are_not_finite_and_skipped_steps_are_told(make_run):
     assert "loss 5 1.6667 2.5 3.3333 4.1667 5 -" in text  # the last one is no number, and not the one before it
 
 
+def test_a_run_that_was_killed_shows_its_last_losses(make_run):
+    events = [started(), step(1), step(2, loss=4.5), {"event": "evaluated", "time": 0.0, "step": 2, "loss": 4.75}]
+    text = " ".join(Page(render([read_run(make_run(events, make_record(measurement=None)))])).text.split())
+    assert "last loss 4.5 last held-out loss 4.75" in text
+
+
 def test_a_resumption_undoes_skipped_steps(make_run):
     resumed = {"event": "resumed", "step": 1, "name": "run"}
     run = read_run(make_run([started(), step(1), step(2, loss=float("nan"), skipped=True), resumed, step(2)]))
