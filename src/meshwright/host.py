@@ -107,6 +107,15 @@ def process_numbers_place() -> str:
     return ""
 
 
+def host_memory_bytes() -> int:
+    """Return the memory of this host, or what the control group leaves of it [bytes]."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    group = memory_group()
+    return min(total, group.limit_bytes) if group is not None and group.limit_bytes else total
+
+
 def resident_bytes() -> int:
     """Return the memory that this process holds in RAM [bytes]; 0 where the system does not say."""
     words = _read(Path("/proc/self/statm")).split()

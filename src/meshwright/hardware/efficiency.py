@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -58,6 +59,9 @@ class Efficiency(Value):
             say it.
         traffic_curve: (bytes that one elementwise kernel moves, share of the memory's bandwidth), in ascending order; empty means
             the same share for all.
+        far_traffic: (bytes that a pass keeps, what each byte that elementwise kernels move takes longer then [s]), in ascending
+            order: what lies in no cache any more; empty means nothing.
+        far_product: The same of products and attention.
         functions: ATen's name of an elementwise operator -> its time over that of a plain sum which moves as many bytes, forward
             and backward [ratio]; 1 for those that are not named.
         recurrence_forward: Rate of a recurrent layer's fused products over that of large products [ratio].
@@ -106,6 +110,8 @@ class Efficiency(Value):
     issues_ahead: bool = True
     product_curve: tuple[tuple[float, ...], ...] = ()
     traffic_curve: tuple[tuple[float, ...], ...] = ()
+    far_traffic: tuple[tuple[float, ...], ...] = ()
+    far_product: tuple[tuple[float, ...], ...] = ()
     functions: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
     recurrence_forward: float = 1.0
     recurrence_backward: float = 1.0
@@ -128,15 +134,15 @@ class Efficiency(Value):
         for name in _NOT_NEGATIVE:
             number = getattr(self, name)
             problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
-        for name in ("product_curve", "traffic_curve"):
+        for name, least, rule in _CURVES:
             curve = getattr(self, name)
             if any(len(point) != 2 for point in curve):
-                problems.add(f"{name}={list(curve)} (rule: pairs of a size and a share)")
+                problems.add(f"{name}={list(curve)} (rule: pairs of a size and a number)")
                 continue
             ascending = all(one[0] < other[0] for one, other in itertools.pairwise(curve))
             problems.require(ascending, f"{name}: sizes {[size for size, _ in curve]} (rule: they ascend)")
-            positive = all(size > 0 and share > 0 for size, share in curve)
-            problems.require(positive, f"{name}={list(curve)} (rule: sizes and shares are positive)")
+            in_range = all(size > 0 and number >= least for size, number in curve)
+            problems.require(in_range, f"{name}={list(curve)} (rule: {rule})")
         for kind, numbers in self.runtime.items():
             problems.require(kind in _RUNTIME, f"runtime['{kind}'] (rule: one of {', '.join(_RUNTIME)})")
             is_pair = len(numbers) == 2 and all(number >= 0 for number in numbers)
@@ -157,6 +163,15 @@ class Efficiency(Value):
 
 _RUNTIME = ("step", "zero", "recompute", "stage", "half")
 
+_POSITIVE, _NO_LESS = "sizes and shares are positive", "sizes are positive, times are not negative"
+_CURVES = (
+    ("product_curve", sys.float_info.min, _POSITIVE),
+    ("traffic_curve", sys.float_info.min, _POSITIVE),
+    ("far_traffic", 0.0, _NO_LESS),
+    ("far_product", 0.0, _NO_LESS),
+)
+"""Curves by size: the least number of a point, and the rule."""
+
 _NOT_NEGATIVE = (
     "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",
     "network_latency_s", "hop_s", "tp_overlap", "interference", "overlap", "optimizer_bytes", "step_s",
@@ -167,8 +182,13 @@ _NOT_NEGATIVE = (
 
 def share_at(size: float, curve: Sequence[Sequence[float]]) -> float:
     """Return what a curve of (size, share) says, straight between its points over the logarithm of the size; 1 without one."""
+    return curve_at(size, curve) if curve else 1.0
+
+
+def curve_at(size: float, curve: Sequence[Sequence[float]]) -> float:
+    """Return what a curve of (size, number) says, straight between its points over the logarithm of the size; 0 without one."""
     if not curve:
-        return 1.0
+        return 0.0
     index = bisect.bisect_left(curve, size, key=lambda point: point[0])
     if index in (0, len(curve)):
         return curve[min(index, len(curve) - 1)][1]

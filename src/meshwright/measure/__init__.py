@@ -12,6 +12,7 @@ outputs          the first module whose output differs
 probe            this machine as a cluster
 probe_ranks      its measurements, on ranks
 probe_exchanges  collectives and messages, by size and number of ranks
+probe_far        kernels in more memory than the caches hold
 probe_functions  elementwise functions that it times
 probe_runtime    what plans add to a model's operators
 host_pace        pace of this host, beside when it was measured

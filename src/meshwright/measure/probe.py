@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, StoppedOnRequest
 from meshwright.hardware.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD, Efficiency, share_at
 from meshwright.hardware.exchanges import EXCHANGES
-from meshwright.host import memory_group, usable_cores
+from meshwright.host import host_memory_bytes, usable_cores
 from meshwright.measure.host_pace import copy_rate
 from meshwright.measure.probe_cores import CoreUse, share_of_others
 from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, LARGE, STAGES, attention_rates, exchange_name
@@ -108,7 +108,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
     alone = ranks[0]["product_alone"][0] / peaks["fp32"]
     device = DeviceSpec(
         name=facts["name"],
-        memory_bytes=facts["memory_bytes"] or _host_memory_bytes() // count,
+        memory_bytes=facts["memory_bytes"] or host_memory_bytes() // count,
         memory_bytes_per_s=median("memory"),
         peak_flops_per_s=peaks,
         sources={
@@ -147,6 +147,8 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
                 "product_of_", ranks, peaks["fp32"], (2.0 * math.prod(sizes.product),) if is_cpu else ()
             ),
             traffic_curve=_curve("traffic_of_", ranks, median("memory")),
+            far_traffic=_far("far_traffic_", ranks),
+            far_product=_far("far_product_", ranks),
             recurrence_forward=median("recurrence_forward") / peaks["fp32"] if is_cpu else 1.0,
             recurrence_backward=median("recurrence_backward") / peaks["fp32"] if is_cpu else 1.0,
             held=median("held"),
@@ -228,6 +230,13 @@ def _curve(
     return (*shares, *((size, 1.0) for size in at_whole))
 
 
+def _far(prefix: str, ranks: list[dict[str, Any]]) -> tuple[tuple[float, ...], ...]:
+    """Return by how much each byte takes longer within a set than within the smallest one, by the set's size [s]."""
+    sizes = sorted(int(name.removeprefix(prefix)) for name in ranks[0] if name.startswith(prefix))
+    times = [(float(size), statistics.median(rank[f"{prefix}{size}"][0] for rank in ranks)) for size in sizes]
+    return tuple((size, max(0.0, seconds - times[0][1])) for size, seconds in times)
+
+
 def _link_of(ranks: list[dict[str, Any]], source: Callable[[str], str]) -> LinkSpec:
     """Return latency and bandwidth of all-reduces: the time of the smallest, and what the largest adds for its bytes."""
     sizes = sorted(COLLECTIVE_BYTES)
@@ -241,11 +250,3 @@ def _link_of(ranks: list[dict[str, Any]], source: Callable[[str], str]) -> LinkS
         latency_s=latency,
         sources={"bytes_per_s": source(large), "latency_s": source(small)},
     )
-
-
-def _host_memory_bytes() -> int:
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
-    group = memory_group()
-    return min(total, group.limit_bytes) if group is not None and group.limit_bytes else total

@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.host import peak_resident_bytes
+from meshwright.host import host_memory_bytes, peak_resident_bytes
 from meshwright.measure.probe_cores import start_watch
 from meshwright.measure.probe_exchanges import measure_exchanges
+from meshwright.measure.probe_far import far_sets, measure_far
 from meshwright.measure.probe_functions import FUNCTIONS, moved_bytes
 from meshwright.measure.probe_runtime import measure_runtime
 from meshwright.measure.probe_sizes import (
@@ -181,6 +183,13 @@ class _Probe:
             num_bytes = 3 * 4 * size
             found[f"traffic_of_{num_bytes}"] = (num_bytes / max(seconds - idle, 0.2 * seconds), spread)
         return found
+
+    def memory_far_away(self) -> dict[str, Any]:
+        """Kernels whose results lie in memory that was last used a pass ago; a GPU's caches are small."""
+        if self._device.type == "cuda":
+            return {}
+        sets = far_sets(host_memory_bytes(), self._world.world_size)
+        return measure_far(sets, functools.partial(self._time, share=CURVE_SHARE))
 
     def _not_cached(self, make: Callable[[], tuple[torch.Tensor, ...]]) -> Iterator[Sequence[torch.Tensor]]:
         """Return tensors in turn, so many that none is in the cache when its turn comes, as in a pass over a model."""

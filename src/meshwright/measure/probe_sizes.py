@@ -15,6 +15,7 @@ STAGES: Final = (
     "recurrence",
     "memory",
     "memory by size",
+    "memory far away",
     "functions",
     "operators",
     "attention",

@@ -274,6 +274,27 @@ def test_a_function_takes_its_own_multiple_of_its_traffic() -> None:
     assert other.backward_s - plain.backward_s == pytest.approx(4 * 1.5 * traffic_s)
 
 
+def test_what_lies_in_no_cache_takes_longer_by_the_bytes_that_are_moved() -> None:
+    model, plan = _described(), mw.Plan.parse("single")
+    plain = mw.predict_plan(model, host(), TRAIN, plan).time
+    kept = StepCosts(model, host()).predict(Setup(micro_batch_size=8)).memory.activations_bytes
+    for size, part in ((1.0, 1.0), (kept**2, 0.5)):  # beyond the curve's end, and halfway to it
+        curve = ((1.0, 0.0), (max(2.0, size), 1e-9))
+        far = mw.predict_plan(model, host(far_traffic=curve), TRAIN, plan).time
+        assert far.forward_s - plain.forward_s == pytest.approx(part * 1e-9 * 8 * 2 * 8 * 4)
+        assert far.backward_s - plain.backward_s == pytest.approx(part * 1.5e-9 * 8 * 2 * 8 * 4)
+        far = mw.predict_plan(model, host(far_product=curve), TRAIN, plan).time
+        product = 4 * (8 * 8 + 8 * 8 + 8 * 8)  # of 8 samples: input, weight and result
+        assert far.forward_s - plain.forward_s == pytest.approx(part * 1e-9 * 2 * product)
+        assert far.backward_s - plain.backward_s == pytest.approx(part * 1e-9 * 4 * product)
+
+
+@pytest.mark.parametrize("curve", [((1e3, 1e-9), (1e2, 1e-9)), ((1e3,),), ((1e3, -1e-9),)])
+def test_times_far_away_ascend_by_size_and_are_not_negative(curve: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(ConfigError, match="rule"):
+        ideal_with(far_traffic=curve)
+
+
 @pytest.mark.parametrize("ratios", [(1.0,), (1.0, -1.0)])
 def test_a_functions_ratios_are_two_and_not_negative(ratios: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match=r"functions\['silu'\]"):

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
-from meshwright.plan.costs.machine import Machine
+from meshwright.plan.costs.machine import Machine, Moved
 from meshwright.plan.costs.setup import Setup
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.operator import CAST, OperatorSpec
@@ -16,6 +16,9 @@ __all__: list[str] = []
 _FUSED_BACKWARD: Final = 2.5
 """FLOPs of fused attention's backward over its forward: five products for two, one of them the scores again.
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 4.1."""
+
+_ATTENTION_OPERANDS: Final = 4
+"""Queries, keys, values and results, each of one size [count]."""
 
 _CAST_BYTES: Final = 3.0
 """Traffic that fp8 adds for each element of a product's input: it is read in 16 bits and written in 8. [bytes]"""
@@ -85,15 +88,25 @@ class LayerTimes:
     num_operators: float = 0.0
     """Operators that the host issues; a cast is a part of one [count]."""
     num_collectives: int = 0
+    forward_moved: Moved = dataclasses.field(default_factory=Moved)
+    backward_moved: Moved = dataclasses.field(default_factory=Moved)
     repeat_host: float = 1.0
     """Host time of its repetition over that of its forward [ratio]."""
 
-    def passes_s(self, machine: Machine, recompute: str) -> tuple[float, float, float]:
-        """Return seconds of forward, backward and recompute: the host may be slower than the device."""
+    def passes_s(self, machine: Machine, recompute: str, kept_bytes: float = 0.0) -> tuple[float, float, float]:
+        """Return seconds of forward, backward and recompute: the host may be slower than the device.
+
+        Args:
+            machine: The devices.
+            recompute: What runs again.
+            kept_bytes: What all layers of a rank keep between forward and backward [bytes].
+        """
         host_s, ahead = self._host_s(machine), machine.efficiency.issues_ahead
-        forward = _issued(self.forward_s + self.forward_comm_s, host_s, ahead=ahead)
-        backward = _issued(self.backward_s + self.backward_comm_s, host_s, ahead=ahead)
-        repeated = {"full": self.forward_s + self.forward_comm_s, "all_but_products": self.elementwise_s}
+        whole = self.forward_s + machine.far_s(self.forward_moved, kept_bytes)
+        forward = _issued(whole + self.forward_comm_s, host_s, ahead=ahead)
+        backward_s = self.backward_s + machine.far_s(self.backward_moved, kept_bytes)
+        backward = _issued(backward_s + self.backward_comm_s, host_s, ahead=ahead)
+        repeated = {"full": whole + self.forward_comm_s, "all_but_products": self.elementwise_s}
         host_s *= self.repeat_host
         repeated = {kind: _issued(seconds, host_s, ahead=ahead) for kind, seconds in repeated.items()}
         repeated["selective"] = self.core_s
@@ -213,6 +226,8 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
     times.elementwise_s += forward
     backward = 1.0 if operator.function == CAST else ELEMENTWISE_BACKWARD  # another cast, of as many bytes
     times.backward_s += machine.traffic_s(backward * traffic) * ratio_backward
+    times.forward_moved.traffic_bytes += traffic
+    times.backward_moved.traffic_bytes += backward * traffic
     times.core_s += forward if operator.is_core else 0.0
 
 
@@ -228,6 +243,10 @@ def _add_attention(times: LayerTimes, operator: OperatorSpec, setup: Setup, mach
     times.forward_s += forward
     times.backward_s += backward
     times.core_s += forward
+    width = operator.count * operator.inner / cut * setup.micro_batch_size / setup.cp
+    moved = _ATTENTION_OPERANDS * operator.rows * width * _numerics(operator, setup)[1]
+    times.forward_moved.product_bytes += moved
+    times.backward_moved.product_bytes += 2 * moved
     if setup.cp > 1:
         _add_ring(times, operator, setup, machine, (forward, backward))
 
@@ -280,8 +299,12 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
     times.core_s += forward if operator.is_core else 0.0
     times.product_s += forward if has_weight else 0.0
     times.backward_s += seconds(height, columns, inner)
+    moved = element_bytes * count * (height * inner + inner * columns + height * columns)
+    times.forward_moved.product_bytes += moved
+    times.backward_moved.product_bytes += moved
     if not has_weight or setup.trains_weights:
         times.backward_s += seconds(inner, height, columns)
+        times.backward_moved.product_bytes += moved
     if has_weight and dtype in _LOW_PRECISION:
         cast = machine.traffic_s(_CAST_BYTES * height * inner * count)
         times.forward_s += cast

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
-from meshwright.hardware.efficiency import Efficiency, share_at
+from meshwright.hardware.efficiency import Efficiency, curve_at, share_at
 from meshwright.hardware.exchanges import exchange_s
 from meshwright.values import Problems
 
@@ -38,6 +39,16 @@ _SUM_BYTES: Final = 4
 """Size of an element of a part's sums, which are written and read [bytes]."""
 
 _REAL_KINDS: Final = {"fp16": "bf16", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+@dataclasses.dataclass(slots=True)
+class Moved:
+    """Memory that kernels read and write [bytes]."""
+
+    traffic_bytes: float = 0.0
+    """By elementwise kernels."""
+    product_bytes: float = 0.0
+    """By products and attention."""
 
 
 class Machine:
@@ -78,6 +89,12 @@ class Machine:
         """Return the time of one elementwise kernel that moves so much [s]."""
         share = share_at(num_bytes, self.efficiency.traffic_curve)
         return max(num_bytes / (self.memory_bytes_per_s * share), self.efficiency.kernel_s)
+
+    def far_s(self, moved: Moved, kept_bytes: float) -> float:
+        """Return what kernels take longer where so much is kept between forward and backward that no cache holds it [s]."""
+        efficiency = self.efficiency
+        seconds = moved.traffic_bytes * curve_at(kept_bytes, efficiency.far_traffic)
+        return seconds + moved.product_bytes * curve_at(kept_bytes, efficiency.far_product)
 
     def _product_s(
         self, sizes: tuple[int, int, int], count: float, dtype: str, element_bytes: float, *, aligned: bool

@@ -21,7 +21,13 @@ from meshwright.train.config.checks import check_config, visible_devices
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning.config_model import Described, describe_config, precision_of
 from meshwright.train.planning.stage_messages import can_be_foreseen, foresee_stage_messages
-from meshwright.train.planning.this_machine import is_named, is_outdated, is_switched_off, this_machine
+from meshwright.train.planning.this_machine import (
+    is_named,
+    is_outdated,
+    is_switched_off,
+    measure_this_machine,
+    this_machine,
+)
 
 __all__: list[str] = []
 
@@ -165,7 +171,7 @@ class Predictor:
                 f"{num_ranks} rank{'' if num_ranks == 1 else 's'} with {threads} thread{'' if threads == 1 else 's'}"
             )
             self._tell(f"measuring this machine for {ranks}, once; it is kept for later runs")
-            cluster = this_machine(num_ranks, threads)
+            cluster = measure_this_machine(num_ranks, threads)
         if cluster is not None and not self._has_warned:
             self._warn(cluster)
         return cluster

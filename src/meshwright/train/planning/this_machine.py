@@ -25,7 +25,7 @@ __all__: list[str] = []
 CLUSTER_VARIABLE: Final = "MESHWRIGHT_CLUSTER"
 """Environment variable: a cluster to predict for, as `load_cluster` takes it, in place of this host; "none" predicts nothing."""
 
-_FORMAT: Final = 4
+_FORMAT: Final = 5
 """Of what a probe measures: kept files of another one are not used."""
 
 
@@ -72,8 +72,13 @@ def this_machine(
             cluster = ClusterSpec.from_json(read_kept_file(kept).decode())
             if not (measure and is_outdated(cluster)):
                 return cluster
-    if not measure:
-        return None
+    return measure_this_machine(num_ranks, threads, on_stage=on_stage) if measure else None
+
+
+def measure_this_machine(
+    num_ranks: int, threads: int, *, on_stage: Callable[[str, int, int], None] | None = None
+) -> ClusterSpec:
+    """Measure this host as that many ranks see it, whatever is kept, and keep that; arguments as of `this_machine`."""
     cluster = probe_cluster(num_ranks, threads_per_device=threads, on_stage=on_stage)
     keep_cluster(cluster, num_ranks, threads)
     return cluster
