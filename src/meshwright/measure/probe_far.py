@@ -42,8 +42,9 @@ def measure_far(sets: Sequence[int], time_of: Timing) -> dict[str, tuple[float, 
     """
     found: dict[str, tuple[float, float]] = {}
     values, weight = torch.ones(_ROWS, _WIDTH), torch.eye(_WIDTH)
+    whole = [torch.ones(_ROWS, _WIDTH) for _ in range(max(sets, default=0) // values.nbytes)]
     for num_bytes in sets:
-        ring = [torch.ones(_ROWS, _WIDTH) for _ in range(num_bytes // values.nbytes)]
+        ring = whole[: num_bytes // values.nbytes]
         for name, moved, kernel in (
             ("far_traffic", 3 * values.nbytes, lambda one, out: torch.add(one, values, out=out)),
             ("far_product", 2 * values.nbytes + weight.nbytes, lambda one, out: torch.mm(one, weight, out=out)),
