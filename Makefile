@@ -19,9 +19,6 @@ run: $(STAMP)
 	$(BIN)/meshwright train examples/gpt_python.toml
 	$(BIN)/meshwright compare examples/gpt_python.toml --plans "single; data_parallel; model_parallel; distributed"
 
-# In the campaign, files that start no ranks, or make exchanges that others make: as in tests/parity/over_gloo.py.
-NOT_OVER_GLOO := one_process accumulation edge_case_table turns testing verify hugging_face trainer fabric presets sent_bytes probe foreseen_stages
-
 # Ranks and workers import the same modules again and again: without their bytecode each compiles them anew.
 test test-grid: export PYTHONDONTWRITEBYTECODE =
 
@@ -37,7 +34,7 @@ K ?=
 test-grid: export MESHWRIGHT_FULL_GRID = 1
 test-grid: $(STAMP)
 	$(BIN)/python -m pytest $(RANKS:tests/docs=) -n 3 -q -k "$(K)"
-	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $(NOT_OVER_GLOO:%=--ignore tests/parity/test_%.py) -k "$(K)"
+	MESHWRIGHT_TRANSPORT=gloo $(BIN)/python -m pytest tests/parity -n 3 -q $$($(BIN)/python -m tests.parity.over_gloo) -k "$(K)"
 
 # The tests with another release of torch and the newest of everything else, in an environment in a temporary folder:
 # make test-torch TORCH=2.11.0 PYTHON=python3.12

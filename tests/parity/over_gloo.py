@@ -69,3 +69,7 @@ def _again(item: pytest.Item) -> pytest.Item:
     ):  # pytest 9.2 makes it from the function's name and its parameters, not from this item's name
         made._id = type(made._id).parse(item.nodeid + OVER_GLOO)
     return made
+
+
+if __name__ == "__main__":  # for `make test-grid`, which runs all other files over gloo
+    print(*(f"--ignore tests/parity/test_{name}.py" for name in _FILES))
