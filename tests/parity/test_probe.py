@@ -27,6 +27,7 @@ def test_a_probe_is_a_cluster_that_the_planner_reads(tmp_path: Path) -> None:
     for rows in cluster.efficiency.exchanges.values():
         assert [row[:2] for row in rows] == [(2, size) for size in sorted(COLLECTIVE_BYTES)]
         assert rows[-1][2] > rows[0][2] > 0  # 16 MiB take longer than 1 KiB
+    assert 0 <= cluster.efficiency.run_s < 1e-5
     for curve in (cluster.efficiency.far_traffic, cluster.efficiency.far_product):
         assert curve[0] == (64 * 2**20, 0.0)
         assert [size for size, _ in curve] == sorted({size for size, _ in curve})

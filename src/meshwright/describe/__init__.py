@@ -8,6 +8,7 @@ fakes         modules and batches without memory
 function_caches  caches of functions, in which a trial leaves no tensor
 recorder      record of one forward: operators, and what backward keeps
 product_sizes operators that are products, with their sizes
+memory_runs   runs of memory that an elementwise kernel walks
 flop_counter  torch's counter of FLOPs
 flow          which product feeds which: attention cores, candidates for splits
 ownership     parameters: names, sizes, and what kinds of modules use them

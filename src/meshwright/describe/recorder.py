@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import storage_id
 from meshwright.describe.fakes import Constants
+from meshwright.describe.memory_runs import memory_runs
 from meshwright.describe.product_sizes import EMBEDDINGS, LOOKUPS, SAVES_RESULT, Sizes, products_of
 from meshwright.spec.operator import CAST, Dtype
 from meshwright.trees import arguments_in, tensors_in
@@ -55,6 +56,8 @@ class Step:
     written_bytes: list[int]
     shape: tuple[int, ...]
     """Of its first result."""
+    num_runs: int
+    """Runs of memory that it walks; 0 where it is not elementwise [count]."""
     inputs: tuple[int, ...]
     """Places of the steps whose results it reads."""
     reads: frozenset[int]
@@ -232,6 +235,7 @@ class ForwardRecorder(Constants):
             read_bytes=[t.nbytes for t in outputs] if is_lookup else [],
             written_bytes=[_touched_bytes(tensor) for tensor in outputs],
             shape=tuple(outputs[0].shape),
+            num_runs=memory_runs(func, inputs, outputs),
             inputs=tuple({self._producers[memory] for memory in reads if memory in self._producers}),
             reads=frozenset(reads),
             writes=frozenset(writes),

@@ -62,6 +62,7 @@ class Efficiency(Value):
         far_traffic: (bytes that a pass keeps, what each byte that elementwise kernels move takes longer then [s]), in ascending
             order: what lies in no cache any more; empty means nothing.
         far_product: The same of products and attention.
+        run_s: What each run of memory adds to an elementwise kernel whose tensors do not lie in one piece [s].
         functions: ATen's name of an elementwise operator -> its time over that of a plain sum which moves as many bytes, forward
             and backward [ratio]; 1 for those that are not named.
         recurrence_forward: Rate of a recurrent layer's fused products over that of large products [ratio].
@@ -112,6 +113,7 @@ class Efficiency(Value):
     traffic_curve: tuple[tuple[float, ...], ...] = ()
     far_traffic: tuple[tuple[float, ...], ...] = ()
     far_product: tuple[tuple[float, ...], ...] = ()
+    run_s: float = 0.0
     functions: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
     recurrence_forward: float = 1.0
     recurrence_backward: float = 1.0
@@ -176,7 +178,7 @@ _NOT_NEGATIVE = (
     "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",
     "network_latency_s", "hop_s", "tp_overlap", "interference", "overlap", "optimizer_bytes", "step_s",
     "score_forward_s", "score_backward_s", "tensor_s", "recurrence_forward", "recurrence_backward", "held",
-    "process_bytes",
+    "process_bytes", "run_s",
 )  # fmt: skip
 
 

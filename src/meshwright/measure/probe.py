@@ -147,6 +147,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
                 "product_of_", ranks, peaks["fp32"], (2.0 * math.prod(sizes.product),) if is_cpu else ()
             ),
             traffic_curve=_curve("traffic_of_", ranks, median("memory")),
+            run_s=median("run") if is_cpu else 0.0,
             far_traffic=_far("far_traffic_", ranks),
             far_product=_far("far_product_", ranks),
             recurrence_forward=median("recurrence_forward") / peaks["fp32"] if is_cpu else 1.0,

@@ -35,6 +35,7 @@ from meshwright.measure.probe_sizes import (
     NUM_BLOCKS,
     PRODUCT_SIZES,
     RECURRENCE,
+    RUNS,
     SET_BYTES,
     STAGES,
     TRAFFIC_ELEMENTS,
@@ -182,7 +183,17 @@ class _Probe:
             seconds, spread = self._time(lambda pairs=pairs: torch.add(*next(pairs)), share=CURVE_SHARE)
             num_bytes = 3 * 4 * size
             found[f"traffic_of_{num_bytes}"] = (num_bytes / max(seconds - idle, 0.2 * seconds), spread)
-        return found
+        return found | {"run": self._run()}
+
+    def _run(self) -> tuple[float, float]:
+        """Return what each run adds where tensors do not lie in one piece: parts of rows, beside whole rows [s]."""
+        rows, width = RUNS
+        parts = [self._random(rows, 2 * width)[:, :width] for _ in range(2)]
+        whole = [part.contiguous() for part in parts]
+        result = torch.empty_like(whole[0])
+        apart, spread = self._time(lambda: torch.mul(*parts, out=result), share=CURVE_SHARE)
+        together, _ = self._time(lambda: torch.mul(*whole, out=result), share=CURVE_SHARE)
+        return max(0.0, apart - together) / rows, spread
 
     def memory_far_away(self) -> dict[str, Any]:
         """Kernels whose results lie in memory that was last used a pass ago; a GPU's caches are small."""

@@ -17,8 +17,8 @@ CAST: Final = "_to_copy"
 """The `function` of a cast: its name in ATen."""
 
 _NOT_NEGATIVE: Final = (
-    "rows", "inner", "columns", "count", "input_size", "traffic_bytes", "saved_bytes", "num_params", "num_casts",
-    "cast_params", "cast_saved_bytes",
+    "rows", "inner", "columns", "count", "input_size", "traffic_bytes", "num_runs", "saved_bytes", "num_params",
+    "num_casts", "cast_params", "cast_saved_bytes",
 )  # fmt: skip
 
 
@@ -42,6 +42,8 @@ class OperatorSpec(Value):
         causal: Attention that skips what a causal mask hides, about half of the arithmetic.
         function: The operation of an "elementwise" operator, by its name in ATen, such as "silu"; empty where it is not known.
         traffic_bytes: What forward reads and writes, for an "elementwise" operator [bytes].
+        num_runs: Runs of memory that an "elementwise" operator walks, one where all its tensors lie in one piece; 0 where that is
+            not known [count].
         saved_bytes: What backward needs and nobody before it keeps [bytes].
         num_params: Elements of its weights, the bias included [count].
         split: What tensor parallelism can divide over its ranks. "whole": nothing. "columns": those of a weight. "inner": the
@@ -69,6 +71,7 @@ class OperatorSpec(Value):
     function: str = ""
     causal: bool = False
     traffic_bytes: int = 0
+    num_runs: int = 0
     saved_bytes: int = 0
     num_params: int = 0
     split: Split = "whole"

@@ -274,6 +274,17 @@ def test_a_function_takes_its_own_multiple_of_its_traffic() -> None:
     assert other.backward_s - plain.backward_s == pytest.approx(4 * 1.5 * traffic_s)
 
 
+def test_runs_of_memory_take_their_time() -> None:
+    class Half(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[..., :4] * x[..., 4:]
+
+    model, plan = mw.describe_model(lambda: nn.Sequential(nn.Linear(8, 8), Half()), torch.zeros(4, 3, 8)), "single"
+    plain, other = (mw.predict_plan(model, host(run_s=each), TRAIN, mw.Plan.parse(plan)).time for each in (0.0, 1e-6))
+    assert other.forward_s - plain.forward_s == pytest.approx(8 * 3 * 1e-6)  # of 8 samples, 3 rows each
+    assert other.backward_s - plain.backward_s == pytest.approx(2 * 8 * 3 * 1e-6)
+
+
 def test_what_lies_in_no_cache_takes_longer_by_the_bytes_that_are_moved() -> None:
     model, plan = _described(), mw.Plan.parse("single")
     plain = mw.predict_plan(model, host(), TRAIN, plan).time

@@ -20,6 +20,9 @@ Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 4.1."""
 _ATTENTION_OPERANDS: Final = 4
 """Queries, keys, values and results, each of one size [count]."""
 
+_RUNS_BACKWARD: Final = 2.0
+"""Runs that backward walks for each of forward: a product's gradient, and its way back into the whole tensor [ratio]."""
+
 _CAST_BYTES: Final = 3.0
 """Traffic that fp8 adds for each element of a product's input: it is read in 16 bits and written in 8. [bytes]"""
 
@@ -221,11 +224,12 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
     passes = machine.efficiency.elementwise_passes if setup.is_eager and operator.name in _SEVERAL_KERNELS else 1.0
     traffic = operator.traffic_bytes * scale * passes
     ratio, ratio_backward = machine.efficiency.functions.get(operator.function, (1.0, 1.0))
-    forward = machine.traffic_s(traffic) * ratio
+    runs_s = operator.num_runs * scale * machine.efficiency.run_s
+    forward = machine.traffic_s(traffic) * ratio + runs_s
     times.forward_s += forward
     times.elementwise_s += forward
     backward = 1.0 if operator.function == CAST else ELEMENTWISE_BACKWARD  # another cast, of as many bytes
-    times.backward_s += machine.traffic_s(backward * traffic) * ratio_backward
+    times.backward_s += machine.traffic_s(backward * traffic) * ratio_backward + _RUNS_BACKWARD * runs_s
     times.forward_moved.traffic_bytes += traffic
     times.backward_moved.traffic_bytes += backward * traffic
     times.core_s += forward if operator.is_core else 0.0
