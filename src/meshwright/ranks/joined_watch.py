@@ -43,7 +43,7 @@ _UNREACHABLE_S = 3.0
 _STATES_S = 1.0
 _LOOK_S = 0.05
 _ASK_S = 0.02
-_GIVEN_UP_PATIENCE_S = 3.0
+_GIVEN_UP_PATIENCE_S = 1.0
 """How long a rank may take to end once the others have left it: there is nothing that it could save without them [s]."""
 _SILENT_S = 2.0
 _MOST_TEXT = 200

@@ -89,7 +89,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_rank_that_others_have_given_up_ends(watches: list[JoinedWatch], ended: list[str]) -> None:
     watches[0].stop("has left, since rank 2 is missing", (2,))
     watches[2]._thread.join(10)
-    assert ended == ["another rank has waited for rank 2 in vain, and has left (3 s)"]
+    assert ended == ["another rank has waited for rank 2 in vain, and has left (1 s)"]
 
 
 @pytest.mark.usefixtures("ended")
