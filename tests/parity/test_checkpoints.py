@@ -218,8 +218,8 @@ def test_a_save_that_cannot_be_one_checkpoint_is_refused(tmp_path: Path, plan: s
 def test_a_step_that_another_model_has_saved_there_is_refused(tmp_path: Path, plan: str) -> None:
     for first, refused, *others in testing.run_ranks(jobs.saved_by_two, 2, plan, str(tmp_path)):
         assert refused == (
-            f"another model of this program has saved step 1 in {tmp_path} (rule: a directory for each model; the newest save of a "
-            "step is the one that is loaded)"
+            f"another model of this program has saved step 1 in {tmp_path} (rule: a directory for each model; the newest save "
+            "of a step is the one that is loaded)"
         )
         assert [first, *others] == ["step-00000001", "step-00000002", "step-00000001.2", "step-00000001.3"]
 

@@ -15,7 +15,6 @@ from meshwright import __version__
 from meshwright.errors import (
     CheckpointError,
     ConfigError,
-    MeshwrightError,
     StoppedOnRequest,
     StorageError,
     exit_code_of,

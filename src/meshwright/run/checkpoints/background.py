@@ -150,7 +150,9 @@ class BackgroundSave:
         """Wait where the program ends, and say what went wrong: nobody will look any more."""
         self.wait(_AT_EXIT_S)
         if self._thread.is_alive():
-            _LOG.warning("step %d was not saved within the %g s for which a program that ends waits", self.step, _AT_EXIT_S)
+            _LOG.warning(
+                "step %d was not saved within the %g s for which a program that ends waits", self.step, _AT_EXIT_S
+            )
         else:
             self._tell()
 
