@@ -36,7 +36,7 @@ from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
 from meshwright.train.progress import ProgressView
 from meshwright.train.restarts import Restarts, wait
-from meshwright.train.run_report import RunReport
+from meshwright.train.report_at_end import RunReport
 from meshwright.train.states_file import StatesFile
 
 __all__: list[str] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.report import page
-from meshwright.train.run_report import RunReport
+from meshwright.train.report_at_end import RunReport
 
 
 @pytest.mark.parametrize("in_background", [True, False])
