@@ -35,8 +35,8 @@ from meshwright.train.loggers.fan_out import Loggers
 from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
 from meshwright.train.progress import ProgressView
-from meshwright.train.restarts import Restarts, wait
 from meshwright.train.report_at_end import RunReport
+from meshwright.train.restarts import Restarts, wait
 from meshwright.train.states_file import StatesFile
 
 __all__: list[str] = []
