@@ -20,7 +20,8 @@ IMPORTS = ("torch._dynamo", "meshwright.testing", "meshwright.run.applying")
 def test_a_plan_over_two_hosts_and_a_rank_that_is_killed_on_the_other(zygote: Zygote) -> None:
     with network() as hosts:
         job = {"MASTER_ADDR": hosts.hosts[0].address, "MASTER_PORT": "29519"}
-        args = {"firsts": [host.pid for host in hosts.hosts], "plan": "dp=2,tp=2,zero=1", "variables": job}
+        plans = {"plan": "dp=2,tp=2,zero=1", "endless": "dp=2,pp=2,micro_batches=2"}
+        args = {"firsts": [host.pid for host in hosts.hosts], **plans, "variables": job}
         with zygote.ranks("be_on_host", 2 * COUNT, imports=IMPORTS, **args) as ranks:
             assert ranks.hear_all("equal") == [True] * 4, ranks.lines
             assert ranks.hear_all("tp") == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -49,7 +49,10 @@ try:
         if sys.argv[1] == f"die {world.rank}":
             os.kill(os.getpid(), 9)
         if sys.argv[1].startswith("stop"):
+            until = time.monotonic() + 20
             while not world.watch._neighbours.knows(1 - world.rank):
+                if time.monotonic() > until:
+                    raise TimeoutError("the other rank's process was not found")
                 time.sleep(0.01)
             world.default_group.barrier()
         if sys.argv[1] == f"stop {world.rank}":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from tests.faults.jobs import rank_jobs as jobs
+from tests.faults.jobs import saving_jobs
 
 from meshwright.errors import LostPeerError, UserCodeError, exit_code_of, rank_of
 from meshwright.ranks.launch import RankGroup, launch
@@ -72,6 +74,20 @@ def test_sys_exit_is_the_users_error() -> None:
         launch(jobs.die, 2, 1, "sys.exit")
     assert caught.value.rank == 1
     assert exit_code_of(caught.value) == 10
+
+
+@pytest.mark.parametrize("leaving", [(0, 1), (1,)])
+def test_sys_exit_waits_for_a_save_in_the_background(tmp_path: Path, leaving: tuple[int, ...]) -> None:
+    with pytest.raises(UserCodeError, match=r"called sys.exit\(0\)") as caught:
+        launch(saving_jobs.leave_beside_a_save, 2, str(tmp_path), leaving, "sys.exit")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert "may be lost" not in "".join(caught.value.__notes__)
+
+
+def test_an_exception_says_which_save_it_may_cost(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="broken") as caught:
+        launch(saving_jobs.leave_beside_a_save, 2, str(tmp_path), (1,), "raise")
+    assert f"the save of step 1 in {tmp_path} was under way, and may be lost" in caught.value.__notes__
 
 
 def test_keyboard_interrupt_in_a_rank_is_the_users_error() -> None:

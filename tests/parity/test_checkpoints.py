@@ -214,6 +214,16 @@ def test_a_save_that_cannot_be_one_checkpoint_is_refused(tmp_path: Path, plan: s
     assert not Store(tmp_path).saved()
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+def test_a_step_that_another_model_has_saved_there_is_refused(tmp_path: Path, plan: str) -> None:
+    for first, refused, *others in testing.run_ranks(jobs.saved_by_two, 2, plan, str(tmp_path)):
+        assert refused == (
+            f"another model of this program has saved step 1 in {tmp_path} (rule: a directory for each model; the newest save "
+            "of a step is the one that is loaded)"
+        )
+        assert [first, *others] == ["step-00000001", "step-00000002", "step-00000001.2", "step-00000001.3"]
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 def test_what_a_script_writes_after_a_load_stays(tmp_path: Path, plan: str) -> None:
     run(jobs.train, "single", "words", "sgd", steps=(0, 1), target=str(tmp_path))

@@ -18,6 +18,7 @@ pace             the time that steps take, and waits that are longer
 waits            waits of launched ranks: told, and ended
 blame            choice of the rank at fault
 hang_report      stacks of ranks that wait
+unfinished       work in threads that is lost with the process
 error_transfer   exceptions as JSON and back
 joined_failures  failures of ranks that others have started
 joined_watch     which of such ranks an exchange lacks

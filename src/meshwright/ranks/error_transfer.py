@@ -56,6 +56,22 @@ def describe_error(error: BaseException, shown: BaseException | None = None) -> 
     }
 
 
+def early_end(error: BaseException, rank: int, world_size: int) -> UserCodeError:
+    """Return the error of a rank whose code raises SystemExit or KeyboardInterrupt, which end a script, and here its work.
+
+    Args:
+        error: What was raised.
+        rank: The rank.
+        world_size: Number of ranks [count].
+    """
+    what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
+    return UserCodeError(
+        f"rank {rank} of {world_size} {what} before its work was done",
+        rank=rank,
+        traceback_text="".join(traceback.format_exception(type(error), error, users_part(error))),
+    )
+
+
 def users_part(error: BaseException) -> TracebackType | None:
     """Return the traceback from the first frame that is not the worker's."""
     trace = error.__traceback__

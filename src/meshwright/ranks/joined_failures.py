@@ -6,13 +6,13 @@ import contextlib
 import datetime
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.communicator import is_lost_peer
 from meshwright.errors import LostPeerError, RankNote, StoppedOnRequest
 from meshwright.ranks.error_transfer import describe_error
-from meshwright.ranks.joined_watch import FAILURE_KEY
+from meshwright.ranks.joined_watch import FAILURE_KEY, HEARD_KEY
 from meshwright.ranks.told import Missing
 from meshwright.ranks.world import leave_group
 
@@ -51,7 +51,7 @@ def sharing(world: World) -> Iterator[None]:
             news, missing = _cause(world, world.store)
             if news is not None:
                 if world.rank == 0:
-                    _linger(world.store, news.get("readers", 0))
+                    _linger(world.store, news)
                 if world.watch is not None and news["type"] != _MISSING:
                     world.watch.await_end(news["rank"], _END_PATIENCE_S)
                 elif world.watch is not None:
@@ -76,6 +76,7 @@ def _cause(world: World, store: Store) -> tuple[dict[str, Any] | None, Missing |
     if not missing.ranks:
         return _news(store, _NEWS_PATIENCE_S), missing
     verdict = {"rank": missing.ranks[0], "type": _MISSING, "text": missing.text, "traceback": "", "by": world.rank}
+    verdict |= {"given_up": missing.working}
     for rank in missing.silent:
         world.watch.end_stuck(rank)
     world.watch.stop(f"has left, since rank {', '.join(map(str, missing.ranks))} is missing", missing.ranks)
@@ -113,7 +114,7 @@ def _publish(world: World, store: Store, news: dict[str, Any], *, num_readers: i
     breaker.join(_NEWS_PATIENCE_S)
     if world.rank == 0:
         # Another one's cause is read by this rank too, which would wait for itself.
-        _linger(store, num_readers if is_first else (_news(store, 0.0) or {}).get("readers", 0))
+        _linger(store, {**news, "readers": num_readers} if is_first else _news(store, 0.0) or {})
     return is_first
 
 
@@ -121,9 +122,10 @@ def _break_connections(world: World) -> None:
     leave_group(world)
 
 
-def _linger(store: Store, num_readers: int) -> None:
-    """Stay until the others have read: rank 0 may host the store, which ends with its process."""
-    done = [f"{_READERS_KEY} {count}" for count in range(1, num_readers + 1)]
+def _linger(store: Store, news: Mapping[str, Any]) -> None:
+    """Stay until the others have read, and ranks that were given up know it: rank 0 may host the store, which ends with it."""
+    done = [f"{_READERS_KEY} {count}" for count in range(1, news.get("readers", 0) + 1)]
+    done += [f"{HEARD_KEY}/{rank}" for rank in news.get("given_up", ())]
     with contextlib.suppress(RuntimeError):
         store.wait(done, datetime.timedelta(seconds=_NEWS_PATIENCE_S))
 

@@ -43,7 +43,7 @@ _UNREACHABLE_S = 3.0
 _STATES_S = 1.0
 _LOOK_S = 0.05
 _ASK_S = 0.02
-_GIVEN_UP_PATIENCE_S = 3.0
+_GIVEN_UP_PATIENCE_S = 1.0
 """How long a rank may take to end once the others have left it: there is nothing that it could save without them [s]."""
 _SILENT_S = 2.0
 _MOST_TEXT = 200
@@ -52,6 +52,8 @@ FAILURE_KEY = "failure"
 """Where a rank tells why it fails, or who is missing."""
 _ENDED_KEY = "ended"
 """Which rank's process was the first to end without a word."""
+HEARD_KEY = "heard"
+"""Before the number of a rank that has read that it was given up; the store may end once all have."""
 HOST_KEY = "here"
 """Before the rank's number: where it says its host's name as it comes."""
 
@@ -153,7 +155,7 @@ class JoinedWatch:
             ended = self._first_ended()
         except (RuntimeError, ValueError, TypeError, KeyError):
             return self._no_store()
-        if ended is None and self._store_has(FAILURE_KEY):
+        if ended is None and self._store.check([FAILURE_KEY]):
             return Missing((), "")
         left, working, lines = [], [], []
         for rank, told in after.items():
@@ -174,7 +176,8 @@ class JoinedWatch:
                 state = f"waits in {told.exchange} for {told.waiting_s:.1f} s"
             lines.append(f"  rank {rank}{self._host_of(rank)} {state}; {told.where()}")
         found = [ended] if ended is not None else silent or self._found_by_others(after) or left or working
-        return Missing(tuple(found), "\n".join(lines), () if ended is not None else tuple(silent))
+        silent = [] if ended is not None else silent
+        return Missing(tuple(found), "\n".join(lines), tuple(silent), tuple(working) if found == working else ())
 
     def end_stuck(self, rank: int) -> None:
         """Kill a missing rank where that is of this host, and gives no sign of life.
@@ -253,7 +256,7 @@ class JoinedWatch:
 
     def _tell_end_of(self, rank: int) -> None:
         """Tell that a rank's process has ended, where it has not said why itself."""
-        if not (self._store_has(f"told/{rank}") and self._told(rank).end):
+        if not (self._store.check([f"told/{rank}"]) and self._told(rank).end):
             self._store.compare_set(_ENDED_KEY, "", str(rank))
 
     def _tell(self, end: str = "", peer: int | None = None) -> bool:
@@ -277,6 +280,8 @@ class JoinedWatch:
         )
         self._store.set(f"told/{self._rank}", json.dumps(dataclasses.astuple(told)))
         is_given_up = self._store.check([f"given up/{self._rank}"])  # an answer, which `set` does not wait for
+        if is_given_up:
+            self._store.set(f"{HEARD_KEY}/{self._rank}", "")
         self.has_news = self._store.check([FAILURE_KEY])
         self._answered_at = time.monotonic()
         return is_given_up
@@ -318,8 +323,7 @@ class JoinedWatch:
             phase = told.end
         elif silent_s > max(_SILENT_S, 2 * _SILENT_PERIODS * self.period_s):
             phase, is_waiting = f"{phase}, no sign of life", False
-        here = self._host_of(self._rank)
-        host = self._host_of(rank)
+        here, host = self._host_of(self._rank), self._host_of(rank)
         return RankActivity(
             pid=told.pid,
             step=told.step,
@@ -352,7 +356,7 @@ class JoinedWatch:
         is_left = any(told.end and told.peer is None for told in before.values())
         until = time.monotonic() + _SILENT_PERIODS * self.period_s
         while time.monotonic() < until and not self._is_over.wait(_ASK_S):
-            if self._store_has(_ENDED_KEY) or self._store_has(FAILURE_KEY):
+            if self._store.check([_ENDED_KEY]) or self._store.check([FAILURE_KEY]):
                 silent.clear()
                 break
             for rank in tuple(silent):
@@ -367,12 +371,9 @@ class JoinedWatch:
     def _told(self, rank: int) -> Told:
         return Told(*json.loads(self._store.get(f"told/{rank}")))
 
-    def _store_has(self, key: str) -> bool:
-        return self._store.check([key])
-
     def _first_ended(self) -> int | None:
         """Return the first rank whose process has ended without a word."""
-        return int(self._store.get(_ENDED_KEY)) if self._store_has(_ENDED_KEY) else None
+        return int(self._store.get(_ENDED_KEY)) if self._store.check([_ENDED_KEY]) else None
 
     def _found_by_others(self, told: dict[int, Told]) -> list[int]:
         """Return the rank that others have found at fault before they left, and that has not said why itself."""

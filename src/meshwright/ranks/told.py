@@ -40,6 +40,8 @@ class Missing:
     text: str
     silent: tuple[int, ...] = ()
     """Those that tell nothing more, though they may live."""
+    working: tuple[int, ...] = ()
+    """Those that live and are in no exchange: they end when they read that they were given up."""
 
     @property
     def peer(self) -> int | None:

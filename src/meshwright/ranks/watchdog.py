@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.garbage import paused_collection
 from meshwright.host import memory_group, resident_bytes
+from meshwright.ranks import unfinished
 from meshwright.ranks.error_transfer import WORKER_FILE, describe_error
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class _Watchdog:
             return
         if now - self._seen_at < _PATIENCE_S or not self._peer_waits(now):
             return
+        if isinstance(error, SystemExit) and unfinished.under_way():
+            return  # it leaves on purpose, and closes its model, which waits for the disk
         with paused_collection():
             frame = sys._current_frames().get(self._main_thread)
         if self._board.read(self._rank).num_left == self._left_when_seen and is_in_flight(error, frame):
@@ -100,7 +103,7 @@ class _Watchdog:
         return any(beat.is_waiting and now - beat.waiting_since > _PATIENCE_S for beat in peers)
 
     def _tell(self, error: BaseException, frame: FrameType | None) -> None:
-        info = describe_error(error)
+        info = describe_error(unfinished.noted(error))
         stack = "".join(_users_stack(frame))
         info["traceback"] += f"\n\nIt cannot get out: cleanup on its way is still running:\n{stack}".rstrip()
         info["at"] = self._seen_at

@@ -18,13 +18,13 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, MeshwrightError, UserCodeError
+from meshwright.errors import ConfigError, UserCodeError
+from meshwright.ranks import unfinished
 from meshwright.ranks.agent import end_without_teardown
 from meshwright.ranks.channel import RankEnd
-from meshwright.ranks.error_transfer import describe_error, users_part
+from meshwright.ranks.error_transfer import describe_error, early_end
 from meshwright.ranks.heartbeat import Board, Pulse
 from meshwright.ranks.link import RankLink
 from meshwright.ranks.signals import STOP_SIGNALS
@@ -125,12 +125,12 @@ class Rank:
         """Run a function; its exception goes to the launching process. Returns whether it succeeded."""
         try:
             work()
-        except MeshwrightError as error:
-            self._channel.send(("error", describe_error(error)))
         except (SystemExit, KeyboardInterrupt) as error:
-            self._channel.send(("error", describe_error(self._as_user_error(error), shown=error)))
+            # Who leaves on purpose has the time: all ranks are ended as soon as this is told.
+            unfinished.await_all(unfinished.LEAVE_S if isinstance(error, SystemExit) else 0.0)
+            self._channel.send(("error", describe_error(unfinished.noted(self._as_user_error(error)), shown=error)))
         except BaseException as error:  # noqa: BLE001 - everything that a call can raise must be told
-            self._channel.send(("error", describe_error(error)))
+            self._channel.send(("error", describe_error(unfinished.noted(error))))
         else:
             return True
         return False
@@ -163,13 +163,7 @@ class Rank:
             ) from error
 
     def _as_user_error(self, error: BaseException) -> BaseException:
-        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
-        rank, size = self._start["rank"], self._start["world_size"]
-        return UserCodeError(
-            f"rank {rank} of {size} {what} before its work was done",
-            rank=rank,
-            traceback_text="".join(traceback.format_exception(type(error), error, users_part(error))),
-        )
+        return early_end(error, self._start["rank"], self._start["world_size"])
 
 
 def be_rank(channel: RankEnd, own: dict[str, Any]) -> None:

@@ -76,6 +76,8 @@ class ParallelModel:
         engine.switch.begin()
         self.saving: BackgroundSave | None = None
         """A save under way beside training."""
+        self.last_saves: dict[str, int] = {}
+        """Directory -> the step that was saved there last [count]; empty once the model is closed."""
         own = weakref.ref(self)
         stepper.gate.before_step = lambda: let_go(own())
         self._own_loop = OwnLoop(
@@ -362,6 +364,7 @@ class ParallelModel:
         After ZeRO-3 its values are with the ranks that hold them, and it reads as NaN: take `full_state_dict` before.
         """
         close(self.saving)
+        self.last_saves.clear()
         self._own_loop.close()
         self.engine.switch.close()
         self.stepper.close()

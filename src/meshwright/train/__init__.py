@@ -22,6 +22,7 @@ events       a run's folder
 tracing_run  trace of a run's steps
 states_file  what each rank is doing, once a second
 held_tensors listing of what each rank holds of each tensor
+report_at_end  the report of a run, whose modules are loaded at its start
 lock         the lock of a folder
 progress     display of a run
 

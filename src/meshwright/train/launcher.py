@@ -15,7 +15,6 @@ from meshwright import __version__
 from meshwright.errors import (
     CheckpointError,
     ConfigError,
-    MeshwrightError,
     StoppedOnRequest,
     StorageError,
     exit_code_of,
@@ -36,6 +35,7 @@ from meshwright.train.loggers.fan_out import Loggers
 from meshwright.train.planning.choosing import foresee
 from meshwright.train.planning.held_against import held_against
 from meshwright.train.progress import ProgressView
+from meshwright.train.report_at_end import RunReport
 from meshwright.train.restarts import Restarts, wait
 from meshwright.train.states_file import StatesFile
 
@@ -116,6 +116,8 @@ class _Run:
             self._is_continued = resume
             self._foresee(joined=joined, resume=resume)
             self._write_record([])
+            self._run_report = RunReport(in_background=not joined)
+            self._end.callback(self._run_report.close)
             restarts = Restarts(0 if joined else self._config.train.max_restarts)
             with ProgressView(print_every=self._config.train.print_every) as self._view:
                 while True:
@@ -137,7 +139,7 @@ class _Run:
             self._loggers.close(has_failed=False, is_hurried=lambda: leaving.first is not None)
             self._write_record(summaries)
             self._say_prediction(summaries)
-            has_report = self._write_report()
+            has_report = self._run_report.write(path)
             if any(summary["stopped"] for summary in summaries):
                 return self._say_stopped(summaries[0]["step"])
             if resume and not self._num_new_steps:
@@ -287,17 +289,6 @@ class _Run:
             num_tensors_left_out=self._held.get("num_left_out", 0),
         )
 
-    def _write_report(self) -> bool:
-        """Write report.html, and return whether that was done; otherwise it is told, and the run ends as it would."""
-        from meshwright.report.page import write_run_report
-
-        try:
-            write_run_report(self._directory.path)
-        except MeshwrightError as error:
-            sys.stderr.write(f"warning: no report: {clean(error)}\n")
-            return False
-        return True
-
     def _say(self, text: str) -> None:
         self._view.note(text)
 
@@ -327,7 +318,7 @@ class _Run:
             self._write_record([])
             if not is_stop:
                 self._directory.write_event({"event": "run_failed", "exit_code": code, "cause": one_line(error)})
-            self._write_report()
+            self._run_report.write(self._directory.path)
             self._directory.close()
         except StorageError as storage:
             sys.stderr.write(f"and afterwards: {clean(storage)}\n")

@@ -14,6 +14,8 @@ import torch
 
 from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import peak_resident_bytes
+from meshwright.ranks import unfinished
+from meshwright.ranks.error_transfer import early_end
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
 from meshwright.run.checkpoints.loading import Loaded
@@ -60,6 +62,11 @@ def train(config: TrainConfig, world: World | None = None, *, resume: bool = Fal
             return session.run(resume=resume)
         except StoppedOnRequest:
             raise
+        except SystemExit as error:  # of the user's data or model: the run is not done, whatever the code says
+            unfinished.await_all(unfinished.LEAVE_S)
+            early = early_end(error, world.rank, world.world_size)
+            world.emit(session.failure(early))
+            raise early from None
         except Exception as error:
             world.emit(session.failure(error))
             raise

@@ -129,13 +129,14 @@ def train_until_lost(plan: str) -> int:
     return 0
 
 
-def be_on_host(me: Me, firsts: list[int], plan: str, variables: dict[str, str]) -> None:
-    """Be one of a zygote's ranks on a host: compare a plan, then train until an exchange fails.
+def be_on_host(me: Me, firsts: list[int], plan: str, endless: str, variables: dict[str, str]) -> None:
+    """Be one of a zygote's ranks on a host: compare a plan, then train under another one until an exchange fails.
 
     Args:
         me: The rank.
         firsts: The first process of each host.
-        plan: The plan.
+        plan: The plan that is compared.
+        endless: The plan of the training that has no end; one without tp costs no second search for a layout.
         variables: What a job sets for all its ranks.
     """
     from tests.faults.jobs.shm_jobs import die_with_parent
@@ -153,7 +154,7 @@ def be_on_host(me: Me, firsts: list[int], plan: str, variables: dict[str, str]) 
     os.environ.update({name: str(value) for name, value in place.items()} | variables)
     ctypes.CDLL(None).prctl(_SET_NAME, f"rank{me.rank}".encode())
     join_world(timeout_s=LOST_S)
-    code = compare_plans([plan]) or train_until_lost(plan)
+    code = compare_plans([plan]) or train_until_lost(endless)
     sys.stdout.flush()
     os._exit(code)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
+import time
 from typing import Any
 from unittest import mock
 
@@ -13,10 +15,13 @@ from tests.faults.checkpoint_saves import watched
 from tests.parity.jobs.checkpoint_jobs import apply, batch
 
 import meshwright as mw
+from meshwright.checkpoint import store
 from meshwright.run.checkpoints import live_share
 from meshwright.run.checkpoints.live_share import memory_for
 
 DROPOUT = 0.1
+SLOW_S = 0.3
+"""What a file takes on a slow disk: longer than a launch lets ranks live after an error [s]."""
 
 
 def digest_of(model: mw.ParallelModel) -> str:
@@ -78,3 +83,28 @@ def go_on(plan: str, directory: str, kill: tuple[int, int, str] | None, in_backg
         mw.wait_for_checkpoint(model)
     model.world.emit({"saved": step + 1})
     return step + 1
+
+
+def leave_beside_a_save(directory: str, leaving: tuple[int, ...], how: str) -> None:
+    """Begin a save in the background on a slow disk, and leave; ranks that stay go on with the next step.
+
+    Args:
+        directory: Of checkpoints.
+        leaving: The ranks that leave.
+        how: "sys.exit", or "raise" for an exception.
+    """
+    model = apply("dp=2", "words", "adamw")
+    model.step(mw.split_batch(batch("words", 0), model))
+    write = store.write_new_file
+
+    def slow(*args: Any) -> int:
+        time.sleep(SLOW_S)
+        return write(*args)
+
+    mock.patch.object(store, "write_new_file", slow).start()  # to this process's end: a thread writes
+    mw.save_checkpoint(model, directory, step=1, in_background=True)
+    if model.world.rank in leaving and how == "sys.exit":
+        sys.exit(0)
+    if model.world.rank in leaving:
+        raise ValueError("broken")
+    model.step(mw.split_batch(batch("words", 1), model))

@@ -198,6 +198,21 @@ def saved_into_a_file(directory: str) -> str:
     return ""
 
 
+def saved_by_two(plan: str, directory: str) -> list[str]:
+    """Have models save into one directory; return names of what was saved, and with what a save was refused."""
+    first, second = (apply(plan, "words", "sgd", is_prepared=True) for _ in range(2))
+    found = [mw.save_checkpoint(first, directory, step=1).name]
+    try:
+        mw.save_checkpoint(second, directory, step=1)
+    except mw.CheckpointError as error:
+        found.append(error.message)
+    found.append(mw.save_checkpoint(second, directory, step=2).name)
+    first.close()
+    found.append(mw.save_checkpoint(second, directory, step=1).name)
+    del second  # nobody can save or load it any more
+    return [*found, mw.save_checkpoint(apply(plan, "words", "sgd", is_prepared=True), directory, step=1).name]
+
+
 def refused_save(plan: str, directory: str, how: str) -> str:
     """Return with what a save is refused that cannot be one checkpoint."""
     model = apply(plan, "words", "sgd", is_prepared=True)

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from meshwright.ranks import joined_failures
 from meshwright.ranks.joined_failures import _news, _publish
+from meshwright.ranks.joined_watch import HEARD_KEY
 
 PATIENCE_S = 20.0
 FAILURE = {"rank": 2, "type": "ValueError", "text": "x", "traceback": ""}
@@ -43,5 +44,18 @@ def test_rank_0_stays_until_the_others_have_read() -> None:
         stays.join(0.05)
         assert stays.is_alive()
         assert _news(store, PATIENCE_S) is not None
+    stays.join(PATIENCE_S / 2)
+    assert not stays.is_alive()
+
+
+def test_rank_0_stays_until_a_rank_that_was_given_up_knows_it() -> None:
+    # The store ends with rank 0: a rank that sleeps in the user's code read there that it is to end, or lived for ever.
+    store: Any = HashStore()
+    news = FAILURE | {"given_up": (2,)}
+    stays = threading.Thread(target=_publish, args=(of_rank(0), store, news), kwargs={"num_readers": 0})
+    stays.start()
+    stays.join(0.05)
+    assert stays.is_alive()
+    store.set(f"{HEARD_KEY}/2", "")
     stays.join(PATIENCE_S / 2)
     assert not stays.is_alive()

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from meshwright.ranks import joined_watch, store_connections
-from meshwright.ranks.joined_watch import HOST_KEY, JoinedWatch
+from meshwright.ranks.joined_watch import HEARD_KEY, HOST_KEY, JoinedWatch
 from meshwright.ranks.listening import interface_towards
 from meshwright.ranks.store_connections import StoreGuard, limit_connections
 from meshwright.spec.rank_states import RankActivity, RankStates
@@ -67,7 +67,8 @@ def test_a_silent_rank_is_missing_before_one_that_works(watches: list[JoinedWatc
 def test_a_rank_that_works_is_missing_where_all_live(watches: list[JoinedWatch]) -> None:
     for watch in (watches[0], watches[1], watches[3]):
         watch.pulse.enter("all_reduce")
-    assert watches[0].find_missing().ranks == (2,)
+    missing = watches[0].find_missing()
+    assert (missing.ranks, missing.working) == ((2,), (2,))
 
 
 def test_ranks_whose_exchange_has_failed_too_are_not_missing(watches: list[JoinedWatch]) -> None:
@@ -89,7 +90,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_rank_that_others_have_given_up_ends(watches: list[JoinedWatch], ended: list[str]) -> None:
     watches[0].stop("has left, since rank 2 is missing", (2,))
     watches[2]._thread.join(10)
-    assert ended == ["another rank has waited for rank 2 in vain, and has left (3 s)"]
+    assert watches[0]._store.check([f"{HEARD_KEY}/2"])
+    assert ended == ["another rank has waited for rank 2 in vain, and has left (1 s)"]
 
 
 @pytest.mark.usefixtures("ended")

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from meshwright.ranks import watchdog
+from meshwright.ranks import unfinished, watchdog
 from meshwright.ranks.link import RankLink
 from meshwright.ranks.watchdog import _handled_exception, is_in_flight
 
@@ -221,3 +221,30 @@ def test_an_idle_rank_is_looked_at_rarely_and_a_call_at_once(monkeypatch: pytest
     ended.set()
     thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, ValueError])
+@pytest.mark.parametrize("has_save", [True, False])
+def test_whoever_leaves_on_purpose_is_not_told_of_while_it_waits_for_a_save(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], has_save: bool
+) -> None:
+    # Its model closes in a `with`, and waits for the disk; the launching process ends all ranks as soon as it is told.
+    raised, save = kind(0), Mock(text="the save of step 3")
+    save.is_over.return_value = False
+    monkeypatch.setattr(unfinished, "_works", [save] if has_save else [])
+    board, channel = Mock(num_ranks=2), Mock()
+    board.read.return_value = Mock(num_left=0, is_waiting=True, waiting_since=0.0)
+    watched = watchdog._Watchdog(channel, Mock(), board, Mock(), 0)
+
+    def look() -> None:
+        watched._main_thread = threading.get_ident()
+        watched._look_for_exception(10.0)
+        watched._look_for_exception(12.0)
+
+    with contextlib.suppress(SystemExit, ValueError), contextlib.ExitStack() as stack:
+        stack.callback(look)
+        raise raised
+    told = [call.args[0][1] for call in channel.send.call_args_list]
+    assert len(told) == (0 if has_save and kind is SystemExit else 1)
+    notes = ["the save of step 3 was under way, and may be lost"]
+    assert getattr(raised, "__notes__", []) == (notes if told and has_save else [])

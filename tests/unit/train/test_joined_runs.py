@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.errors import ConfigError
-from meshwright.ranks import join
+from meshwright.errors import ConfigError, UserCodeError
+from meshwright.ranks import join, unfinished
 from meshwright.train import launcher, session
 from meshwright.train.config.load import load_config
 
@@ -78,3 +78,21 @@ def test_a_plan_that_does_not_fit_the_job_is_refused(monkeypatch):
         launcher.run_training(load_config(EXAMPLE))
     plan = re.match(r"--plan (\S+),", caught.value.fix)[1]
     assert load_config(EXAMPLE, plan=plan).plan
+
+
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_a_run_whose_code_calls_sys_exit_is_not_done(monkeypatch, code):
+    def leave(self, *, resume):
+        self.step, self.phase = 4, "load"
+        raise SystemExit(code)
+
+    told, waited = [], []
+    world = SimpleNamespace(rank=1, world_size=2, emit=told.append, catching_stop_signals=contextlib.nullcontext)
+    monkeypatch.setattr(session._Session, "run", leave)
+    monkeypatch.setattr(unfinished, "await_all", waited.append)
+    with pytest.raises(UserCodeError, match=re.escape(f"rank 1 of 2 called sys.exit({code!r})")) as caught:
+        session.train(load_config(EXAMPLE), world)
+    assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, 4, "load")
+    assert [(event["event"], event["step"], event["phase"]) for event in told] == [("failed", 4, "load")]
+    assert "in leave" in told[0]["traceback"]
+    assert waited == [unfinished.LEAVE_S]  # before anything is told: who is told ends the ranks

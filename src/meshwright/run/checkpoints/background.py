@@ -21,6 +21,7 @@ import torch
 from meshwright.apply.engine import Engine
 from meshwright.checkpoint.store import SaveUnderWay
 from meshwright.errors import CheckpointError, InternalError, MeshwrightError, StorageError
+from meshwright.ranks import unfinished
 from meshwright.run.checkpoints.live_share import LiveShare
 from meshwright.run.checkpoints.together import together
 
@@ -68,7 +69,8 @@ class BackgroundSave:
         # A daemon: a program that is to end at once does not wait for the disk. One that ends as it should does.
         self._thread = threading.Thread(target=self._run, name="meshwright-save", daemon=True)
         self._thread.start()
-        atexit.register(self.wait, _AT_EXIT_S)
+        unfinished.begin(_OnDisk(self._thread, draft))
+        atexit.register(self._leave)
 
     def _run(self) -> None:
         try:
@@ -142,7 +144,17 @@ class BackgroundSave:
         """Return when this rank has done its part, or after some time."""
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            atexit.unregister(self.wait)
+            atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """Wait where the program ends, and say what went wrong: nobody will look any more."""
+        self.wait(_AT_EXIT_S)
+        if self._thread.is_alive():
+            _LOG.warning(
+                "step %d was not saved within the %g s for which a program that ends waits", self.step, _AT_EXIT_S
+            )
+        else:
+            self._tell()
 
     @property
     def is_over(self) -> bool:
@@ -183,9 +195,26 @@ class BackgroundSave:
         """Wait for it without the other ranks, and say what went wrong where nobody will look any more."""
         self._closed_at = time.monotonic()
         self.wait()
+        self._tell()
+
+    def _tell(self) -> None:
         error = self._write_error or self._commit_error
         if error is not None:
             _LOG.warning("step %d was not saved: %s", self._draft.step, error.message)
+
+
+class _OnDisk:
+    """What is lost where the ranks end too early: the save, until its directory has its name, or is removed."""
+
+    def __init__(self, thread: threading.Thread, draft: SaveUnderWay) -> None:
+        self._thread, self._draft = thread, draft
+
+    @property
+    def text(self) -> str:
+        return f"the save of step {self._draft.step} in {self._draft.path.parent}"
+
+    def is_over(self) -> bool:
+        return not self._thread.is_alive() and not self._draft.path.exists()
 
 
 def _as_ours(error: BaseException) -> MeshwrightError:

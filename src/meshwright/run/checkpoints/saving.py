@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +30,8 @@ from meshwright.run.parallel_model import ParallelModel
 __all__: list[str] = []
 
 _LOG = logging.getLogger(__name__)
+_savers: weakref.WeakSet[ParallelModel] = weakref.WeakSet()
+"""Models that have saved."""
 
 
 def save_checkpoint(
@@ -63,7 +68,8 @@ def save_checkpoint(
 
     Raises:
         ConfigError: A number is out of range.
-        CheckpointError: The state has something that cannot be saved.
+        CheckpointError: The state has something that cannot be saved, or another model of this program, which is not closed, has
+            saved this step there.
         StorageError: The disk is full or fails; the checkpoints of before are intact.
     """
     if step < 0 or (keep is not None and keep < 1):
@@ -127,7 +133,22 @@ def save(
         optimizer = model.optimizer if with_optimizer else None
         finish(model)
         saving = _Save(model, Store(Path(directory)), step, retention)
-        return saving.run(extra, optimizer, in_background=in_background)
+        path = saving.run(extra, optimizer, in_background=in_background)
+    model.last_saves[os.path.realpath(directory)] = step
+    _savers.add(model)
+    return path
+
+
+def _has_other(model: ParallelModel, directory: Path, step: int) -> bool:
+    """Tell whether another model of this program, which lives, has saved this step there."""
+
+    def is_there() -> bool:
+        root = os.path.realpath(directory)
+        return any(other is not model and other.last_saves.get(root) == step for other in tuple(_savers))
+
+    if is_there():
+        gc.collect()  # one that nobody has any more may wait for this
+    return is_there()
 
 
 def wait_for_checkpoint(model: ParallelModel) -> None:
@@ -172,6 +193,7 @@ class _Save:
         def look() -> RankState:
             own.append(collect(self._engine, held, optimizer, place_of(self._model.plan, self._model.world.rank), rank))
             states = states_of(extra)
+            own[0].told["has_other"] = _has_other(self._model, self._store.root, self._step)
             own[0].told["extra"] = [digest_of_states(states), states if rank == 0 else {}]
             return own[0]
 
@@ -183,6 +205,12 @@ class _Save:
             raise CheckpointError(
                 f"ranks are to save in different ways (directory, step, keep, in_background): {asked}",
                 fix="pass the same arguments on every rank",
+            )
+        if any(state["has_other"] for _, state in told):
+            raise CheckpointError(
+                f"another model of this program has saved step {self._step} in {self._store.root} (rule: a directory for each "
+                "model; the newest save of a step is the one that is loaded)",
+                fix="give each model a directory of its own, or close() the other one",
             )
         _require_alike([state["extra"][0] for _, state in told])
         writers = writers_of(rows)
