@@ -79,7 +79,8 @@ def make_plans(
         Plans with ``prediction`` and ``reasons``, at least one.
 
     Raises:
-        PlanError: No plan fits into the memory; the message names the nearest ones, and by how much they miss.
+        PlanError: No plan fits into the memory; the message names the nearest ones, and by how much they miss. Or the model has
+            no parameters.
         ConfigError: An argument is out of range.
 
     >>> from meshwright.hardware import load_cluster
@@ -95,6 +96,11 @@ def make_plans(
             f"memory_fraction={memory_fraction} (rule: 0 < memory_fraction <= 1)", fix="memory_fraction=0.92"
         )
     _require_its_sequence(spec, train)
+    if not spec.num_params:
+        raise PlanError(
+            f"'{spec.name}' has no parameters, so that there is nothing to train (rule: one or more)",
+            fix="make nn.Parameter of what is to be trained; buffers are not trained",
+        )
     costs = StepCosts(spec, cluster)
     found = search(costs, Task(spec, cluster, train), top=top, memory_fraction=memory_fraction)
     if not found.fitting:
