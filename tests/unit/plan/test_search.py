@@ -294,3 +294,28 @@ def test_weights_of_one_element_are_not_split_and_a_model_without_any_has_no_pla
     none = ModelSpec(name="none", layers=(dataclasses.replace(layer, num_params=0, params_bytes=0, operators=()),))
     with pytest.raises(PlanError, match="'none' has no parameters"):
         make_plans(none, task.cluster, TRAIN)
+
+
+def test_no_plan_needs_more_memory_than_there_is_however_its_stages_are_cut() -> None:
+    # Layers of unlike work and memory: stages with equal work are not those with equal memory.
+    layers = tuple(
+        LayerSpec(
+            name=f"l{place}",
+            num_params=10_000 * (1 + place % 3),
+            params_bytes=40_000 * (1 + place % 3),
+            forward_flops=1e6 * (7 - place),
+            activation_bytes=30_000 * (1 + 3 * (place == 2)),
+            output_bytes=4_000,
+        )
+        for place in range(6)
+    )
+    model, train = ModelSpec(name="unlike", layers=layers), TrainSpec(global_batch_size=7, optimizer="sgd")
+    roomy = load_cluster("3xa100-sxm-40gb")
+    every = make_plans(model, roomy, train, top=1000, memory_fraction=1.0)
+    peaks = sorted({plan.prediction.peak_bytes for plan in every if plan.prediction})
+    for limit in (peaks[len(peaks) // 5 * step] for step in range(5)):
+        device = dataclasses.replace(roomy.device, memory_bytes=limit)
+        tight = dataclasses.replace(roomy, device=device)
+        found = make_plans(model, tight, train, top=3, memory_fraction=1.0)
+        assert found
+        assert all(plan.prediction and plan.prediction.peak_bytes <= limit for plan in found)
