@@ -41,7 +41,6 @@ __all__ = [
     "Convolution",
     "FakeTensor",
     "FakeTensorError",
-    "FakeTensorMode",
     "PlainCheckpoints",
     "ProcessGroupGloo",
     "TorchDispatchMode",
@@ -52,6 +51,7 @@ __all__ = [
     "default_store",
     "detach_with_version",
     "exchanges_by_gloo_alone",
+    "fake_mode_without_addresses",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
@@ -177,6 +177,17 @@ def new_profiler(activities: set[torch.profiler.ProfilerActivity]) -> torch.prof
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an id that is equal for tensors that share memory, while one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def fake_mode_without_addresses() -> FakeTensorMode:
+    """Return a mode whose tensors have shapes alone; real ones may be mixed in.
+
+    Code that asks one for its address (a kernel of its own, DLPack, ctypes) gets a RuntimeError. By default torch only warns and
+    gives 0, and where code writes there the process ends.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
 
 
 def num_users(tensor: torch.Tensor) -> int:

@@ -59,6 +59,8 @@ def run_report(paths: Sequence[Path], output: Path | None, *, with_every_step: b
         raise ConfigError(f"a report of {len(paths)} runs has no folder of its own", fix="-o report.html")
     if len(paths) > MOST_RUNS:
         raise ConfigError(f"{len(paths)} runs (rule: at most {MOST_RUNS} in one report)", fix="name fewer of them")
+    if output is not None and str(output) == "-":
+        raise ConfigError("-o -: a report is an HTML file, and is not printed", fix="-o report.html")
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.absolute().parent}")
     first = paths[0]

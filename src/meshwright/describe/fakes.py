@@ -19,8 +19,8 @@ from meshwright._torch_private import (
     GROUPED_MM,
     FakeTensor,
     FakeTensorError,
-    FakeTensorMode,
     TorchDispatchMode,
+    fake_mode_without_addresses,
     storage_id,
     without_dispatch_modes,
 )
@@ -44,7 +44,7 @@ class WritesConstantError(Exception):
 
 def make_fake_mode() -> Any:
     """Return a mode in which tensors are made without memory; real tensors may be mixed in."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return fake_mode_without_addresses()
 
 
 @contextlib.contextmanager

@@ -305,6 +305,11 @@ def build_optimizer(
     """
     if optimizer is None:
         return None
+    if next(module.parameters(), None) is None:
+        raise ApplyError(
+            f"{type(module).__name__} has no parameters, so that there is nothing to train (rule: one or more)",
+            fix="leave optimizer= out to evaluate alone, or make nn.Parameter of what is to be trained",
+        )
     if isinstance(optimizer, NamedOptimizerFactory):
         built: Any = optimizer.build_named(list(module.named_parameters()))
     elif isinstance(optimizer, torch.optim.Optimizer):

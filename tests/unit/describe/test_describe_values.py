@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import threading
 
@@ -182,3 +183,26 @@ def test_a_parameter_of_no_layer_is_told() -> None:
     spec = describe_model(Positions, floats_of(2, 5, 8))
     assert spec.layers[0].num_params == 5 * 8 + 8 * 16 + 16
     assert "'positions' belongs to no layer; it is counted in 'up', which uses it first" in spec.notes
+
+
+class AsksForAnAddress(nn.Module):
+    """A layer whose code is not torch's and writes at an address; of a fake tensor there is none."""
+
+    def __init__(self, *, by_dlpack: bool) -> None:
+        super().__init__()
+        self.a, self.by_dlpack = nn.Linear(4, 4), by_dlpack
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        if self.by_dlpack:
+            torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach())).mul_(0.5)
+        else:
+            ctypes.c_float.from_address(x.data_ptr()).value = 1.0
+        return x
+
+
+@pytest.mark.parametrize("by_dlpack", [True, False])
+def test_a_layer_that_writes_at_an_address_runs_for_real(by_dlpack: bool) -> None:
+    # With torch's default the address is 0, and this process ends.
+    spec = describe_model(functools.partial(AsksForAnAddress, by_dlpack=by_dlpack), (torch.zeros(2, 4),))
+    assert "the model was run for real" in spec.notes[0]

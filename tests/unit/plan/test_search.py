@@ -19,7 +19,8 @@ from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, set
 from meshwright.plan.search.ranking import make_plans, predict_plan, search
 from meshwright.plan.search.select import select_strategy
 from meshwright.plan.search.space import RULES, Choice, Degrees, Task, all_choices, all_degrees, rule_against
-from meshwright.spec import ModelSpec, Plan, TrainSpec
+from meshwright.spec import LayerSpec, ModelSpec, Plan, TrainSpec
+from meshwright.spec.operator import OperatorSpec
 
 TRAIN = TrainSpec(global_batch_size=16, precision="bf16")
 
@@ -276,3 +277,45 @@ def test_recompute_that_saves_nothing_is_not_offered() -> None:
                 plain = predict_plan(model, cluster, TRAIN, plan.replace(recompute="none"))
                 assert plan.prediction is not None
                 assert plan.prediction.peak_bytes < plain.peak_bytes
+
+
+def test_weights_of_one_element_are_not_split_and_a_model_without_any_has_no_plan() -> None:
+    product = OperatorSpec(kind="matmul", rows=1, inner=7, columns=1, num_params=7, split="columns")
+    layer = LayerSpec(
+        name="l", num_params=7, params_bytes=28, forward_flops=14.0, activation_bytes=28, operators=(product,)
+    )
+    one = ModelSpec(name="one", layers=(layer,))
+    task = Task(one, load_cluster("4xa100-sxm-40gb"), TRAIN)
+    rejected = rule_against(Degrees(1, 4, 1, 1, 16), task)
+    assert rejected is not None
+    assert rejected.rule == "something_to_split"
+    wide = dataclasses.replace(layer, operators=(dataclasses.replace(product, columns=4),))
+    assert rule_against(Degrees(1, 4, 1, 1, 16), dataclasses.replace(task, model=one.replace(layers=(wide,)))) is None
+    none = ModelSpec(name="none", layers=(dataclasses.replace(layer, num_params=0, params_bytes=0, operators=()),))
+    with pytest.raises(PlanError, match="'none' has no parameters"):
+        make_plans(none, task.cluster, TRAIN)
+
+
+def test_no_plan_needs_more_memory_than_there_is_however_its_stages_are_cut() -> None:
+    # Layers of unlike work and memory: stages with equal work are not those with equal memory.
+    layers = tuple(
+        LayerSpec(
+            name=f"l{place}",
+            num_params=10_000 * (1 + place % 3),
+            params_bytes=40_000 * (1 + place % 3),
+            forward_flops=1e6 * (7 - place),
+            activation_bytes=30_000 * (1 + 3 * (place == 2)),
+            output_bytes=4_000,
+        )
+        for place in range(6)
+    )
+    model, train = ModelSpec(name="unlike", layers=layers), TrainSpec(global_batch_size=7, optimizer="sgd")
+    roomy = load_cluster("3xa100-sxm-40gb")
+    every = make_plans(model, roomy, train, top=1000, memory_fraction=1.0)
+    peaks = sorted({plan.prediction.peak_bytes for plan in every if plan.prediction})
+    for limit in (peaks[len(peaks) // 5 * step] for step in range(5)):
+        device = dataclasses.replace(roomy.device, memory_bytes=limit)
+        tight = dataclasses.replace(roomy, device=device)
+        found = make_plans(model, tight, train, top=3, memory_fraction=1.0)
+        assert found
+        assert all(plan.prediction and plan.prediction.peak_bytes <= limit for plan in found)

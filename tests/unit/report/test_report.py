@@ -6,10 +6,12 @@ import itertools
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 from tests.unit.report.made_runs import HOSTILE, Page, make_record, started, step
 
+from meshwright.compare.run_report import run_report
 from meshwright.errors import ConfigError
 from meshwright.report.page import json_for_html, render, visible, write_page, write_run_report
 from meshwright.report.run_files import read_run
@@ -229,3 +231,8 @@ def test_every_step_is_there_exactly_where_asked_for(make_run):
     exact = Page(render([run], with_every_step=True)).data["every_step"]["run0"]
     assert exact["step"] == [1, 2, 3]
     assert exact["loss"] == [1 / 3 + n for n in (1, 2, 3)]
+
+
+def test_a_report_is_not_written_into_a_file_named_like_standard_output() -> None:
+    with pytest.raises(ConfigError, match="is not printed"):
+        run_report([Path("run")], Path("-"))

@@ -94,9 +94,13 @@ class Recompute:
             self._outside[layer] = None if found.is_empty and not found.draws else found
         return self._outside[layer]
 
+    def may_write_unseen(self, layer: nn.Module) -> bool:
+        """Tell whether a layer's code may write over tensors in a way that no version shows."""
+        writes = self._unseen_writes[layer]
+        return writes.are_there or writes.are_foreign
+
     def contexts_of(self, layer: nn.Module, *, sees_all: bool) -> dict[str, Callable[[], Any]]:
         """Return what checkpoint is told so that a layer keeps expensive results; nothing where it cannot."""
-        self.outside_of(layer)
         writes = self._unseen_writes[layer]
         if writes.are_foreign:
             return {}
@@ -172,11 +176,12 @@ def _run_twice(
     owner: Recompute, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, *, keeps: bool
 ) -> Any:
     """Run a layer's forward, which backward repeats, but for the results that it keeps."""
-    inputs = owner.writers.begin(layer, args, kwargs)
+    outside = owner.outside_of(layer)
+    inputs = owner.writers.begin(layer, args, kwargs, may_write_unseen=owner.may_write_unseen(layer))
     kept_args, kept_kwargs = inputs.kept
     inspection = owner.look_at(layer)
     options = owner.contexts_of(layer, sees_all=inspection is not None) if keeps else {}
-    state = owner.attributes_of(layer), owner.outside_of(layer)
+    state = owner.attributes_of(layer), outside
     again = functools.partial(owner.recorded, layer)
     twice = _Twice(run, state, inputs, type(layer).__name__, inspection=inspection, again=again)
     # Otherwise the repetition stops at the last tensor that backward needs, before the results exist.

@@ -1,8 +1,9 @@
 """Inputs that a repeated layer writes over, for instance because an in-place activation comes first.
 
 The caller sees the writes, as without recompute; the repetition gets copies of the original inputs. A layer's first forward
-shows whether it needs copies. They take no more memory than the inputs that are written over. Objects among the inputs (a cache
-of keys and values) are copied without their tensors.
+shows whether it needs copies. That compares the values too, since writes by `.data` or NumPy do not show in version counters.
+Copies take no more memory than the inputs that are written over. Objects among the inputs (a cache of keys and values) are
+copied without their tensors.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_dispatch import is_transformed
 from meshwright._torch_private import pytree, without_dispatch_modes, without_function_modes
 from meshwright.apply.modules.copies import copy_call
+from meshwright.apply.recompute.foreign_writes import digest
 from meshwright.apply.recompute.operator_results import tensors_in
 from meshwright.errors import ApplyError
 
@@ -28,10 +31,20 @@ class Writers:
 
     def __init__(self) -> None:
         self._writes: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def begin(self, layer: nn.Module, args: Any, kwargs: Any) -> Inputs:
-        """Return the inputs for a forward that is about to run."""
-        return Inputs(args, kwargs, is_copied=self._writes.get(layer, True))
+    def begin(self, layer: nn.Module, args: Any, kwargs: Any, *, may_write_unseen: bool) -> Inputs:
+        """Return the inputs for a forward that is about to run.
+
+        Args:
+            layer: The layer.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            may_write_unseen: Whether its code may write in a way that no version shows.
+        """
+        is_compared = (may_write_unseen or layer not in self._compared) and not is_transformed()
+        self._compared.add(layer)
+        return Inputs(args, kwargs, is_copied=self._writes.get(layer, True), is_compared=is_compared)
 
     def end(self, layer: nn.Module, inputs: Inputs, name: str) -> None:
         """Record the forward's writes, and refuse those that cannot be repeated."""
@@ -53,9 +66,10 @@ class Inputs:
         args: The positional arguments.
         kwargs: The keyword arguments.
         is_copied: Whether to keep a copy for the repetition.
+        is_compared: Whether to compare values, too.
     """
 
-    def __init__(self, args: Any, kwargs: Any, *, is_copied: bool) -> None:
+    def __init__(self, args: Any, kwargs: Any, *, is_copied: bool, is_compared: bool = False) -> None:
         tensors = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
         plain = [tensor for tensor in tensors if _is_plain(tensor)]
         self.is_of_plain_tensors = all(_is_plain(tensor) or isinstance(tensor, nn.Parameter) for tensor in tensors)
@@ -64,6 +78,7 @@ class Inputs:
         self._firsts = _firsts(tensors)
         self._versions = [(tensor, tensor._version) for tensor in plain]
         self._before = [version for _, version in self._versions]
+        self._digests = [digest(tensor) for tensor in plain] if is_compared else []
         kept = _copies(self.given) if self.is_copied else self.given
         self.kept: tuple[Any, Any] = (copy_call(kept[0]), copy_call(kept[1]))
         """What the repetition gets: a cache among them is as it was before the first forward."""
@@ -71,6 +86,8 @@ class Inputs:
     def are_written(self) -> bool:
         """Tell whether an input was written since, and drop the inputs."""
         is_written = any(tensor._version != version for tensor, version in self._versions)
+        if self._digests and not is_written:
+            is_written = [digest(tensor) for tensor, _ in self._versions] != self._digests
         self.given = ((), {})
         self._versions = []
         return is_written

@@ -6,6 +6,8 @@ attributes       attributes and buffers of modules at a moment
 buffers          buffers by name
 outside          globals, closures, class attributes and objects
 generators       random generators made by user code
+arrays           memory outside of torch that code may write into
+slots            attributes of objects that are kept in slots
 random_states    random states of torch, Python and NumPy
 undisturbed      trial forwards that leave no trace
 mirror           attributes of a module and of its copies in other threads

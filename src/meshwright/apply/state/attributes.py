@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import without_dispatch_modes, without_function_modes, write_back
+from meshwright.apply.state.arrays import is_array, read_array, shares_memory, write_array
+from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import is_generator, read_generator, write_generator
+from meshwright.apply.state.slots import has_slots, read_slots, write_slots
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -41,7 +44,12 @@ def may_change(value: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return any(map(may_change, value))
-    return isinstance(value, (Tensor, *_CONTAINERS)) or is_object(value) or is_generator(value)
+    return isinstance(value, (Tensor, *_CONTAINERS)) or is_object(value) or is_whole(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Tell whether a value's state is read and set as a whole, and holds no other values: a generator's, an array's."""
+    return is_generator(value) or is_array(value)
 
 
 def is_object(value: Any) -> bool:
@@ -49,7 +57,9 @@ def is_object(value: Any) -> bool:
     kind = type(value)
     if kind in _RECORDS:
         return True
-    return kind.__module__.partition(".")[0] not in _NOT_STATE and isinstance(getattr(value, "__dict__", None), dict)
+    if kind.__module__.partition(".")[0] in _NOT_STATE:
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) or has_slots(kind)
 
 
 class _KeptTensor:
@@ -85,6 +95,16 @@ class _KeptTensor:
         return self.tensor
 
 
+class _KeptIterator:
+    """An iterator's place at a moment: none can be rewound, so that copies stand in for it."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.copy = copied(iterator)
+
+    def give(self, _: dict[int, Any]) -> Any:
+        return copied(self.copy)
+
+
 class _KeptInside:
     """Contents of a container or an object at a moment."""
 
@@ -117,22 +137,32 @@ def _may_keep_state(module: nn.Module) -> bool:
 
 
 def read_parts(value: Any) -> Any:
-    """Return a shallow copy of the contents of a dict, list, set or object; of a generator its state."""
+    """Return a shallow copy of the contents of a dict, list, set or object; of a generator or an array its state."""
     if is_generator(value):
         return read_generator(value)
+    if is_array(value):
+        return read_array(value)
     if isinstance(value, (list, collections.deque)):
         return list(value)
     if isinstance(value, set):
         return set(value)
-    return dict(value) if isinstance(value, dict) else dict(vars(value))
+    if isinstance(value, dict):
+        return dict(value)
+    return {**getattr(value, "__dict__", {}), **read_slots(value)}
 
 
 def write_parts(value: Any, parts: Any) -> None:
-    """Set the contents of a container or an object, or a generator's state."""
+    """Set the contents of a container or an object, or the state of a generator or an array."""
     if is_generator(value):
         write_generator(value, parts)
         return
-    target: Any = value if isinstance(value, _CONTAINERS) else vars(value)
+    if is_array(value):
+        write_array(value, parts)
+        return
+    target: Any = value
+    if not isinstance(value, _CONTAINERS):
+        parts = write_slots(value, parts)
+        target = getattr(value, "__dict__", {})
     target.clear()
     if isinstance(parts, list):
         target.extend(parts)
@@ -141,7 +171,7 @@ def write_parts(value: Any, parts: Any) -> None:
 
 
 def _give(kept: Any, given: dict[int, Any]) -> Any:
-    if isinstance(kept, (_KeptTensor, _KeptInside)):
+    if isinstance(kept, (_KeptTensor, _KeptInside, _KeptIterator)):
         if id(kept) not in given:
             given[id(kept)] = kept.give(given)
         return given[id(kept)]
@@ -157,10 +187,15 @@ class Moment:
         self.is_still = False
         """Whether the forward that began then has changed nothing."""
         self._kept: dict[int, Any] = {}
+        self._iterators: dict[int, _KeptIterator] = {}
         self._plain = plain
         self._deep = [(index, name, self._keep(value, _DEPTH)) for index, name, value in deep]
 
     def _keep(self, value: Any, depth: int) -> Any:
+        if isinstance(value, COPIED_ITERATORS):
+            if id(value) not in self._iterators:
+                self._iterators[id(value)] = _KeptIterator(value)
+            return self._iterators[id(value)]
         if not may_change(value):
             return value
         if type(value) is tuple:
@@ -220,7 +255,7 @@ def insides_put_back(*values: Any, depth: int = 8) -> Iterator[None]:
         if not isinstance(value, tuple):
             insides[id(value)] = value, parts
         items = parts.values() if isinstance(parts, dict) else parts
-        for item in () if is_generator(value) else items:
+        for item in () if is_whole(value) else items:
             keep(item, left - 1)
 
     with _unseen():
@@ -259,7 +294,7 @@ class Attributes:
                 (index, name)
                 for index, own in enumerate(self._slots)
                 for name, value in own.items()
-                if name not in OF_TORCH and may_change(value)
+                if name not in OF_TORCH and (may_change(value) or isinstance(value, COPIED_ITERATORS))
             ]
             apart = set(self._deep)
             # Without values that may hold a graph, which would live as long as this record.
@@ -267,10 +302,24 @@ class Attributes:
                 {name: value for name, value in own.items() if (index, name) not in apart}
                 for index, own in enumerate(self._slots)
             ]
+            self._refuse_shared_memory()
         if not self._deep:
             return Moment(ids, self._plain, ())
         with _unseen():
             return Moment(ids, self._plain, [(index, name, self._slots[index][name]) for index, name in self._deep])
+
+    def _refuse_shared_memory(self) -> None:
+        """Refuse tensors that an array of the layer lies in: what a forward writes into one appears in both."""
+        held = [(name, self._slots[index][name]) for index, name in self._deep]
+        arrays = [(name, value) for name, value in held if is_array(value)]
+        for array, value in arrays:
+            for name, tensor in held:
+                if isinstance(tensor, Tensor) and shares_memory(value, tensor):
+                    raise ApplyError(
+                        f"the array '{array}' and the tensor '{name}' of a layer lie in the same memory, and recompute restores "
+                        "each by itself",
+                        fix=f"use recompute=none, or write into '{name}' by torch and leave '{array}' out",
+                    )
 
     def forward_is_over(self, moment: Moment) -> None:
         """End the forward that began at a moment: what it left unchanged need not be kept."""

@@ -24,4 +24,38 @@ def copied(iterator: Any) -> Any:
         return copy.copy(iterator)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return copy.copy(iterator)
+        if not isinstance(iterator, itertools.cycle):
+            return copy.copy(iterator)
+        # copy.copy would share the iterator that the first round reads, so that the original would skip what a copy takes.
+        inside, saved, rest = _parts_of(iterator)
+        made: Any = itertools.cycle(copied(inside) if isinstance(inside, COPIED_ITERATORS) else inside)
+        made.__setstate__((list(saved), rest))
+        return made
+
+
+def can_be_copied(iterator: Any) -> bool:
+    """Tell whether a copy of one of COPIED_ITERATORS is independent: not one of a cycle that reads from a generator."""
+    if not isinstance(iterator, itertools.cycle):
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        inside = _parts_of(iterator)[0]
+    return isinstance(inside, COPIED_ITERATORS) and can_be_copied(inside)
+
+
+def position_of(iterator: Any) -> Any:
+    """Return where one of COPIED_ITERATORS stands, comparable."""
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    if not isinstance(iterator, itertools.cycle):
+        return iterator.__length_hint__()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        inside, saved, rest = _parts_of(iterator)
+    return len(saved), rest, position_of(inside) if isinstance(inside, COPIED_ITERATORS) else None
+
+
+def _parts_of(iterator: Any) -> tuple[Any, list[Any], int]:
+    """Return what a cycle reads, what it has kept of that, and whether it reads what it has kept."""
+    _, (inside,), (saved, rest) = iterator.__reduce__()
+    return inside, saved, rest

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.apply.state.attributes import is_object
-from meshwright.apply.state.copied_iterators import COPIED_ITERATORS
-from meshwright.apply.state.generators import is_generator
+from meshwright.apply.state.attributes import is_object, is_whole, read_parts
+from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, can_be_copied
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.reached_code import names_read
 from meshwright.errors import ApplyError
@@ -57,10 +56,11 @@ def refuse_iterators(module: nn.Module, functions: Sequence[Any], plan: str) -> 
 
 
 def _iterators_in(value: Any, depth: int) -> Iterator[Any]:
-    is_iterator = hasattr(type(value), "__next__") and not isinstance(value, (io.IOBase, *COPIED_ITERATORS))
+    is_copied = isinstance(value, COPIED_ITERATORS) and can_be_copied(value)
+    is_iterator = hasattr(type(value), "__next__") and not is_copied and not isinstance(value, io.IOBase)
     if is_iterator and not is_object(value):
         yield value
-    if not depth or is_generator(value):
+    if not depth or is_whole(value):
         return
     parts: Any = ()
     if isinstance(value, _CONTAINERS):
@@ -70,6 +70,6 @@ def _iterators_in(value: Any, depth: int) -> Iterator[Any]:
     elif isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
     elif is_object(value) and not isinstance(value, nn.Module):
-        parts = vars(value).values()
+        parts = read_parts(value).values()
     for part in list(parts):
         yield from _iterators_in(part, depth - 1)

@@ -21,6 +21,7 @@ from meshwright._torch_private import write_back
 from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import draws_globally, is_generator
+from meshwright.apply.state.slots import read_slots
 
 __all__: list[str] = []
 
@@ -250,7 +251,7 @@ class Outside:
         """Return the numbers, flags and texts that the code reads in variables and in attributes of objects."""
         values = [_get(space, name) for space, name, _ in self._slots.values()]
         for value in self._values:
-            values += getattr(value, "__dict__", {}).values()
+            values += [*getattr(value, "__dict__", {}).values(), *read_slots(value).values()]
         for child in self._others:
             values += [value for name, value in vars(child).items() if name not in OF_TORCH]
         return [value if type(value) in _NUMBERS else None for value in values]
@@ -325,7 +326,8 @@ class Elsewhere:
         """Restore everything."""
         for space, name, _, value, _ in self._slots:
             if _get(space, name) is not value:
-                space[name] = value
+                # Another copy, since this may be restored again.
+                space[name] = copied(value) if isinstance(value, COPIED_ITERATORS) else value
         for value, parts, _ in self._inside:
             if not _is_same(read_parts(value), parts):
                 write_parts(value, parts)

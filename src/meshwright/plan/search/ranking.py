@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections.abc import Iterable
 from typing import Final
 
 from meshwright.errors import ConfigError, PlanError
@@ -27,6 +28,10 @@ USABLE_FRACTION: Final = 0.92
 
 _KEPT: Final = 4
 """Candidates that are kept for each plan that is asked for: cut as the runtime does it, they may change places [count]."""
+
+
+_MOST_NEAR: Final = 20
+"""Candidates just above the memory whose stages are cut as the runtime does it, where few fit: they may need less [count]."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,7 +84,8 @@ def make_plans(
         Plans with ``prediction`` and ``reasons``, at least one.
 
     Raises:
-        PlanError: No plan fits into the memory; the message names the nearest ones, and by how much they miss.
+        PlanError: No plan fits into the memory; the message names the nearest ones, and by how much they miss. Or the model has
+            no parameters.
         ConfigError: An argument is out of range.
 
     >>> from meshwright.hardware import load_cluster
@@ -95,6 +101,11 @@ def make_plans(
             f"memory_fraction={memory_fraction} (rule: 0 < memory_fraction <= 1)", fix="memory_fraction=0.92"
         )
     _require_its_sequence(spec, train)
+    if not spec.num_params:
+        raise PlanError(
+            f"'{spec.name}' has no parameters, so that there is nothing to train (rule: one or more)",
+            fix="make nn.Parameter of what is to be trained; buffers are not trained",
+        )
     costs = StepCosts(spec, cluster)
     found = search(costs, Task(spec, cluster, train), top=top, memory_fraction=memory_fraction)
     if not found.fitting:
@@ -182,8 +193,14 @@ def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) ->
             else:
                 missing.append(candidate)
     ranked = [candidate for *_, candidate in sorted(fitting, key=lambda entry: (-entry[0][0], -entry[0][1], -entry[1]))]
-    recut = (_as_cut(one, base, costs, task) for one in ranked)
-    found.fitting = sorted((one for one in recut if one is not None), key=Candidate.key)[:top]
+    recut = _as_cut(ranked, base, costs, task)
+    if sum(one.cost.memory.peak <= limit for one in recut) < top:  # stages as they will be cut may need less
+        near = heapq.nsmallest(_MOST_NEAR, missing, key=lambda candidate: candidate.cost.memory.peak)
+        tried = set(map(id, near))
+        missing = [one for one in missing if id(one) not in tried]
+        recut += _as_cut(near, base, costs, task)
+    missing += [one for one in recut if one.cost.memory.peak > limit]
+    found.fitting = sorted((one for one in recut if one.cost.memory.peak <= limit), key=Candidate.key)[:top]
     found.misses = heapq.nsmallest(3, missing, key=lambda candidate: candidate.cost.memory.peak)
     if found.fitting:
         best = found.fitting[0].cost.step_s
@@ -192,17 +209,20 @@ def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) ->
     return found
 
 
-def _as_cut(candidate: Candidate, base: Setup, costs: StepCosts, task: Task) -> Candidate | None:
-    """Return a candidate with the cost of the stages that the runtime will make: too slow to find for every mix.
+def _as_cut(candidates: Iterable[Candidate], base: Setup, costs: StepCosts, task: Task) -> list[Candidate]:
+    """Return candidates with the cost of the stages that the runtime will make: too slow to find for every mix.
 
-    None where what it runs again saves nothing under that cut.
+    Those are left out that run something again and save nothing by it under that cut.
     """
-    setup = setup_of(base, candidate.degrees, candidate.choice, task.train)
-    cost = costs.cost(setup := dataclasses.replace(setup, cut_by_work=True))
-    is_again = candidate.choice.recompute != "none"
-    if is_again and cost.memory.peak >= costs.cost(dataclasses.replace(setup, recompute="none")).memory.peak:
-        return None
-    return dataclasses.replace(candidate, cost=cost)
+    found: list[Candidate] = []
+    for candidate in candidates:
+        setup = setup_of(base, candidate.degrees, candidate.choice, task.train)
+        cost = costs.cost(setup := dataclasses.replace(setup, cut_by_work=True))
+        is_again = candidate.choice.recompute != "none"
+        if is_again and cost.memory.peak >= costs.cost(dataclasses.replace(setup, recompute="none")).memory.peak:
+            continue
+        found.append(dataclasses.replace(candidate, cost=cost))
+    return found
 
 
 def _nothing_fits(found: FoundPlans) -> PlanError:

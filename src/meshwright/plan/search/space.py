@@ -10,6 +10,7 @@ from typing import Final
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.operator import OperatorSpec
 from meshwright.spec.train import TrainSpec
 
 __all__: list[str] = []
@@ -93,9 +94,18 @@ def something_to_split(degrees: Degrees, task: Task) -> str | None:
     if degrees.tp == 1:
         return None
     operators = [operator for layer in task.model.layers for operator in layer.operators]
-    if operators and not any(operator.split in ("columns", "inner") for operator in operators):
+    if operators and not any(_has_a_part_for_each(degrees.tp, operator) for operator in operators):
         return f"tp={degrees.tp}, and no layer has a product that it can split"
     return None
+
+
+def _has_a_part_for_each(tp: int, operator: OperatorSpec) -> bool:
+    """Tell whether an operator's weight can be divided over so many ranks, each with a part."""
+    if operator.split not in ("columns", "inner"):
+        return False
+    if operator.kind == "elementwise":
+        return operator.num_params >= tp
+    return (operator.columns if operator.split == "columns" else operator.inner) * operator.count >= tp
 
 
 def tp_inside_a_host(degrees: Degrees, task: Task) -> str | None:

@@ -6,6 +6,7 @@ that runs the layer this happens by itself. The other stages repeat the writes t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,6 +115,12 @@ def _copy(place: Any) -> Any:
     return list(place) if isinstance(place, list) else dict(place)
 
 
+def _delete(place: dict[Any, Any], key: Any) -> None:
+    """Delete a key by the container's own kind: outputs of Hugging Face refuse it, an OrderedDict keeps its keys twice."""
+    kind: Any = collections.OrderedDict if isinstance(place, collections.OrderedDict) else dict
+    kind.__delitem__(place, key)
+
+
 def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[tuple[Path, Any]]) -> list[Tensor]:
     """Return the tensors among a call's arguments, in an order that is the same on all stages."""
     found: list[Tensor] = []
@@ -206,7 +213,7 @@ class Scene:
                     place[:] = before
             else:
                 for key in [key for key in place if key not in before]:
-                    dict.pop(place, key)
+                    _delete(place, key)
                 for key, value in before.items():
                     if key not in place or place[key] is not value:
                         place[key] = value

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from meshwright._torch_private import FakeTensorMode, WrapperTensor
+from meshwright._torch_private import WrapperTensor, fake_mode_without_addresses
 from meshwright.errors import ApplyError
 from meshwright.trees import LEAVES, map_tensors, tensors_in
 
@@ -218,7 +218,7 @@ class StrayValueError(ApplyError):
         )
 
 
-FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+FAKE_MODE = fake_mode_without_addresses()
 
 
 def make_fake(meta: Meta) -> Tensor:

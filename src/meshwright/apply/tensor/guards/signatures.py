@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import GLOBAL_MODULE_HOOKS, WrapperTensor
+from meshwright.apply.state.arrays import is_array, read_array
+from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, position_of
 from meshwright.apply.tensor.guards.ambient import Ambient, with_gradients
 from meshwright.apply.tensor.guards.described import (
     DEPTH,
@@ -132,6 +134,7 @@ class StructureSnapshot:
         self._lists: list[tuple[Any, list[Any]]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._slots: list[tuple[Any, list[Any]]] = []
+        self._states: list[tuple[Any, Any]] = []  # of arrays, and of iterators that go on
         self._seen: set[int] = {id(child) for child in module.modules()}
         for hooks in GLOBAL_MODULE_HOOKS:
             self._keep(hooks)
@@ -162,6 +165,9 @@ class StructureSnapshot:
         if depth == 0 or id(value) in self._seen or isinstance(value, (*PLAIN, Tensor, type)):
             return
         self._seen.add(id(value))
+        if is_array(value) or isinstance(value, COPIED_ITERATORS):
+            self._states.append((value, _state_of(value)))
+            return
         if isinstance(value, types.MethodType):
             inside = [value.__self__, value.__func__]
         elif isinstance(value, types.FunctionType):
@@ -191,7 +197,13 @@ class StructureSnapshot:
             and all(len(now) == len(then) and all(map(same, now, then)) for now, then in self._lists)
             and all(contents_of(cell) is then for cell, then in self._cells)
             and all(all(map(same, slots_of(value).values(), then)) for value, then in self._slots)
+            and all(_state_of(value) == then for value, then in self._states)
         )
+
+
+def _state_of(value: Any) -> Any:
+    """Return the state of an array or of an iterator that goes on, comparable."""
+    return read_array(value) if is_array(value) else position_of(value)
 
 
 # -- the signature of a call --------------------------------------------------------------------------------------
