@@ -184,15 +184,16 @@ class JoinedWatch:
 
         It is stopped, or held in C code: it cannot end itself, and its launcher waits half a minute for it, or for ever.
         """
+        before = told = None
         with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
-            if not self._neighbours.knows(rank):
-                return
             before = self._told(rank)
-            if self._is_over.wait(_SILENT_PERIODS * self.period_s):
-                return
+        if not self._neighbours.knows(rank) or self._is_over.wait(_SILENT_PERIODS * self.period_s):
+            return
+        # The store may have gone with its host's agent: then nobody tells anything, and who could leave has left.
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
             told = self._told(rank)
-            if not told.end and told.count == before.count:
-                self._neighbours.kill(rank)
+        if told is None or (before is not None and not told.end and told.count == before.count):
+            self._neighbours.kill(rank)
 
     def end_store_rank(self) -> None:
         """Kill the rank that holds the store, which is out of reach, where that rank is of this host and lives."""
