@@ -71,20 +71,16 @@ class _Imported:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._seen: tuple[int, str] = (0, "")
         self._found: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def caches(self) -> list[Any]:
-        # An import adds a name at the end; to compare thousands of names would take milliseconds, a dozen times for each trial.
-        now = (len(sys.modules), next(reversed(sys.modules)))
-        for name in sys.modules.keys() - self._names if now != self._seen else ():
+        for name in sys.modules.keys() - self._names:
             self._names.add(name)
             module = sys.modules.get(name)
             if name.partition(".")[0] not in _WITHOUT - {"__main__"} and isinstance(module, types.ModuleType):
                 own = list(vars(module).values())
                 own += [item for kind in own if isinstance(kind, type) for item in _of_class(kind, name)]
                 self._found.update(_among(own))
-        self._seen = now
         return list(self._found)
 
 

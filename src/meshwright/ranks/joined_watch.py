@@ -180,14 +180,13 @@ class JoinedWatch:
         return Missing(tuple(found), "\n".join(lines), tuple(silent), tuple(working) if found == working else ())
 
     def end_stuck(self, rank: int) -> None:
-        """Kill a missing rank where that is of this host, and gives no sign of life.
-
-        It is stopped, or held in C code: it cannot end itself, and its launcher waits half a minute for it, or for ever.
-        """
+        """Kill a missing rank of this host that gives no sign of life: stopped or held in C code, it cannot end itself."""
+        if not self._neighbours.knows(rank):
+            return
         before = told = None
         with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
             before = self._told(rank)
-        if not self._neighbours.knows(rank) or self._is_over.wait(_SILENT_PERIODS * self.period_s):
+        if self._is_over.wait(_SILENT_PERIODS * self.period_s):
             return
         # The store may have gone with its host's agent: then nobody tells anything, and who could leave has left.
         with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):

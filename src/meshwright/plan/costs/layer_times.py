@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
-from meshwright.plan.costs.machine import Machine, Moved
+from meshwright.plan.costs.machine import Machine, Moved, product_bytes
 from meshwright.plan.costs.setup import Setup
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.operator import CAST, OperatorSpec
@@ -303,7 +303,7 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
     times.core_s += forward if operator.is_core else 0.0
     times.product_s += forward if has_weight else 0.0
     times.backward_s += seconds(height, columns, inner)
-    moved = element_bytes * count * (height * inner + inner * columns + height * columns)
+    moved = product_bytes((height, inner, columns), count, element_bytes)
     times.forward_moved.product_bytes += moved
     times.backward_moved.product_bytes += moved
     if not has_weight or setup.trains_weights:

@@ -51,6 +51,12 @@ class Moved:
     """By products and attention."""
 
 
+def product_bytes(sizes: tuple[int, int, int], count: float, element_bytes: float) -> float:
+    """Return what ``count`` products of (rows, inner) by (inner, columns) read and write, by these three sizes [bytes]."""
+    rows, inner, columns = sizes
+    return element_bytes * count * (rows * inner + inner * columns + rows * columns)
+
+
 class Machine:
     """What kernels and collectives take on the devices of a cluster.
 
@@ -107,7 +113,7 @@ class Machine:
             arithmetic = 2.0 * count * rows * (inner + self.efficiency.inner_overhead) * columns / rate
         else:
             arithmetic = min(self._tiled_s(sizes, count, rate * speed, tile) for *tile, speed in _TILES)
-        moved = element_bytes * count * (rows * inner + inner * columns + rows * columns)
+        moved = product_bytes(sizes, count, element_bytes)
         factor = 1.0 if aligned or units == 1 else _MISALIGNED
         return max(arithmetic * factor, moved / self.memory_bytes_per_s, self.efficiency.kernel_s)
 

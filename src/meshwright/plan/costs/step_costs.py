@@ -195,10 +195,8 @@ class StepCosts:
     def _pipeline_of(self, *piped: object) -> _Pipeline:
         setup = Setup(**dict(zip(_PIPED, piped, strict=True)))  # type: ignore[arg-type]
         kinds = self._times(*_seen(setup))
-        kept = self._sums([times.kept_bytes(setup.recompute) for times in kinds])[-1] * micro_batches_in_flight(
-            0, setup
-        )
-        kept /= 1 if setup.schedule == "sequential" else setup.pp
+        in_flight = micro_batches_in_flight(0, setup) / (1 if setup.schedule == "sequential" else setup.pp)
+        kept = in_flight * self._sums([times.kept_bytes(setup.recompute) for times in kinds])[-1]
         passes = [times.passes_s(self.machine, setup.recompute, kept) for times in kinds]
         if setup.recompute != "none":
             each = self.machine.efficiency.runtime_s("recompute", len(self._kind)) / len(self._kind)
