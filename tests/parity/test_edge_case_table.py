@@ -40,3 +40,18 @@ def test_every_row_is_a_case_with_an_answer() -> None:
     assert numbers == sorted(set(numbers))
     assert {f"F{number}" for number in (*range(21, 35), 42)} <= set(numbers)
     assert all(len(row) == 3 and len(row[2].strip()) > 10 for row in rows)
+
+
+def test_every_test_that_the_list_of_found_defects_names_exists() -> None:
+    text = (ROOT / "benchmarks" / "faults" / "found.md").read_text(encoding="utf-8")
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"\btest_\w+", text))
+    assert len(named) > 90
+    assert [
+        name
+        for name in sorted(named - {"test_never_wrong_"})
+        if name not in sources and not any(f"def {name}(" in source for source in sources.values())
+    ] == []
+    paths = re.findall(r"`(\w+(?:/\w+)+\.py)", text)
+    missing = [path for path in paths if not any((ROOT / folder / path).exists() for folder in ("tests", ""))]
+    assert missing == []
