@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from meshwright.measure.probe_sizes import (
     PRODUCT_SIZES,
     RECURRENCE,
     RUNS,
+    RUNS_SET_BYTES,
     SET_BYTES,
     STAGES,
     TRAFFIC_ELEMENTS,
@@ -186,14 +188,15 @@ class _Probe:
         return found | {"run": self._run()}
 
     def _run(self) -> tuple[float, float]:
-        """Return what each run adds where tensors do not lie in one piece: parts of rows, beside whole rows [s]."""
-        rows, width = RUNS
-        parts = [self._random(rows, 2 * width)[:, :width] for _ in range(2)]
-        whole = [part.contiguous() for part in parts]
-        result = torch.empty_like(whole[0])
-        apart, spread = self._time(lambda: torch.mul(*parts, out=result), share=CURVE_SHARE)
-        together, _ = self._time(lambda: torch.mul(*whole, out=result), share=CURVE_SHARE)
-        return max(0.0, apart - together) / rows, spread
+        """Return what each run adds where tensors do not lie in one piece: halves of heads, beside whole tensors [s]."""
+        samples, positions, heads, size = RUNS
+        table = self._random(positions, size // 2)
+        rows = [self._random(samples, positions, heads, size) for _ in range(RUNS_SET_BYTES // (4 * math.prod(RUNS)))]
+        parts = itertools.cycle([one.transpose(1, 2)[..., : size // 2] for one in rows])
+        whole = itertools.cycle([one.transpose(1, 2)[..., : size // 2].contiguous() for one in rows])
+        apart, spread = self._time(lambda: next(parts) * table, share=CURVE_SHARE)
+        together, _ = self._time(lambda: next(whole) * table, share=CURVE_SHARE)
+        return max(0.0, apart - together) / (samples * positions * heads), spread
 
     def memory_far_away(self) -> dict[str, Any]:
         """Kernels whose results lie in memory that was last used a pass ago; a GPU's caches are small."""

@@ -63,8 +63,10 @@ COLLECTIVE_BYTES: Final = (1024, 64 * 1024, 2**20, 16 * 2**20)
 EXCHANGE_ROUNDS: Final = 20
 PRODUCT_SIZES: Final = (16, 32, 64, 128, 256)
 TRAFFIC_ELEMENTS: Final = (2**12, 2**15, 2**18, 2**21, 2**23)
-RUNS: Final = (2**14, 16)
-"""Rows, and elements of each that are taken, as half a head of 32 [count]."""
+RUNS: Final = (16, 128, 4, 32)
+"""Samples, positions, heads and their size, of which half is taken, as rotary embeddings do [count]."""
+RUNS_SET_BYTES: Final = 16 * 2**20
+"""Of tensors taken in turn: more than a core's own cache holds, as between a product and what follows [bytes]."""
 FUNCTION_SHAPE: Final = (16, 32, 32, 32)
 """Of what elementwise functions are measured on: samples, channels, rows and columns of an image."""
 FUNCTION_SHARE: Final = 0.15

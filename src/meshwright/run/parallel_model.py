@@ -165,7 +165,7 @@ class ParallelModel:
             look_for_step(self)
             switch.moment.steps += 1
             self._number_draws(evaluates=False)
-            with unlike_saves_told(self.plan.recompute):
+            with unlike_saves_told(self._plan.recompute):
                 result = self.stepper.step(
                     batch,
                     wants_stop=self.world.stop_requested(),
@@ -265,7 +265,7 @@ class ParallelModel:
         """
         with self.engine.switch.plain(), self.told("backward"):
             look_for_step(self)
-            with unlike_saves_told(self.plan.recompute):
+            with unlike_saves_told(self._plan.recompute):
                 return self._own_loop.backward(loss, weight, retain_graph=retain_graph)
 
     def clip_grad_norm(self, max_norm: float) -> float:

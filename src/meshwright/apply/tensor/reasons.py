@@ -19,8 +19,8 @@ def reasons_of(layout: TensorLayout, sizes: Mapping[str, int], num_ranks: int, p
         num_ranks: Ranks that share each layer [count].
         parts: The cut parts; their guards know which calls ran whole.
     """
-    total = max(1, sum(sizes.values()))
-    cut = sum(size for name, size in sizes.items() if name in layout.cuts)
+    total, cuts = max(1, sum(sizes.values())), layout.cuts
+    cut = sum(size for name, size in sizes.items() if name in cuts)
     on_slices = sum(len(chain.layers) for chain in layout.chains)
     lines = [f"tp={num_ranks} cuts {cut / total:.1%} of {total} parameters, in {len(layout.regions)} regions"]
     if on_slices:

@@ -105,15 +105,17 @@ class LayerTimes:
             kept_bytes: What all layers of a rank keep between forward and backward [bytes].
         """
         host_s, ahead = self._host_s(machine), machine.efficiency.issues_ahead
+        traffic_bytes = self.forward_moved.traffic_bytes
         whole = self.forward_s + machine.far_s(self.forward_moved, kept_bytes)
         forward = _issued(whole + self.forward_comm_s, host_s, ahead=ahead)
         backward_s = self.backward_s + machine.far_s(self.backward_moved, kept_bytes)
         backward = _issued(backward_s + self.backward_comm_s, host_s, ahead=ahead)
-        repeated = {"full": whole + self.forward_comm_s, "all_but_products": self.elementwise_s}
+        elementwise_s = self.elementwise_s + machine.far_s(Moved(traffic_bytes=traffic_bytes), kept_bytes)
+        repeated = {"full": whole + self.forward_comm_s, "all_but_products": elementwise_s}
         host_s *= self.repeat_host
         repeated = {kind: _issued(seconds, host_s, ahead=ahead) for kind, seconds in repeated.items()}
         repeated["selective"] = self.core_s
-        repeated["every_other_product"] = self.elementwise_s + self.product_s / 2
+        repeated["every_other_product"] = elementwise_s + self.product_s / 2
         again = repeated.get(recompute, 0.0)
         return forward, backward, again
 

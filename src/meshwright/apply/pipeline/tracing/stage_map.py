@@ -55,7 +55,7 @@ class StageMap:
         """
         stages = self.calls[unit]
         stage, latest = stages[min(before, len(stages) - 1)], latest_of(homes)
-        place = _place_of(stage, latest, is_bare=not _holds_tensors(module), draws=self.flow.draws)
+        place = _place_of(stage, latest, module, draws=self.flow.draws)
         if latest is None or latest <= place:
             return place
         if latest in stages and not any(True for _ in module.buffers()):
@@ -83,13 +83,14 @@ def latest_of(homes: Iterable[int | None]) -> int | None:
     return max((home for home in homes if home is not None), default=None)
 
 
-def _place_of(stage: int, latest: int | None, *, is_bare: bool, draws: bool) -> int:
+def _place_of(stage: int, latest: int | None, module: nn.Module, *, draws: bool) -> int:
     """Return the stage of a call that is dealt to `stage`, and takes tensors of no later one than `latest`.
 
     A layer without parameters and buffers may serve several others, of which chance may have left some out: it runs where its
     tensors are.
     """
-    return latest if latest is not None and is_bare and (latest > stage or draws) else stage
+    moves = latest is not None and (latest > stage or draws)
+    return latest if latest is not None and moves and not _holds_tensors(module) else stage
 
 
 def _holds_tensors(module: nn.Module) -> bool:
@@ -156,9 +157,9 @@ def cut(
     for call, stage in zip(calls, stages, strict=True):
         by_unit.setdefault(call.unit, []).append(stage)
         # What the code after a call looks up is used where that call takes place.
-        is_bare = not _holds_tensors(module.get_submodule(call.unit))
+        unit = module.get_submodule(call.unit)
         latest = latest_of(places[taken] for taken in call.takes)
-        places.append(_place_of(stage, latest, is_bare=is_bare, draws=flow.draws))
+        places.append(_place_of(stage, latest, unit, draws=flow.draws))
         for name in call.parameters:
             holders[name].add(places[-1])
     before = 0
