@@ -31,10 +31,10 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample
     Raises:
         ApplyError: `by_sample`, and there is a PackedSequence.
     """
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
     if type(tree) in LEAVES:
         return tree
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
     if isinstance(tree, PackedSequence) and by_sample:
         raise ApplyError(
             "a PackedSequence cannot be split or moved sample by sample: its rows mix the samples",

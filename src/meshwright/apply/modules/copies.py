@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import copyreg
 import functools
 import io
 import pickle
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.errors import ApplyError
-from meshwright.trees import end_of_memory, map_tensors, memory_key, tensors_in, with_attributes
+from meshwright.trees import LEAVES, end_of_memory, map_tensors, memory_key, tensors_in, with_attributes
 
 __all__: list[str] = []
 
@@ -26,6 +27,7 @@ _MAX_ENTRIES = 1_000
 """Of a container that may hold functions or modules; a larger one is data [count]."""
 HOOKS = tuple(name for name in OF_TORCH if name.endswith("_hooks") and "state_dict" not in name)
 """Attributes of a module that hold its hooks, those of state dicts left out."""
+_RULES_OF_COPIES = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -106,16 +108,15 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
     for buffer in module.buffers():
         memo[id(buffer)] = new_tensor(buffer)
     for child in module.modules():
-        # Only leaves are copied, not tensors that hooks compute from parameters before a forward, or that a forward left.
-        for value in tensors_in(list(vars(child).values())):
-            if not value.is_leaf:
-                memo[id(value)] = value.detach()
-        for value in vars(child).values():
-            # Each module has a dozen tables of hooks and names, nearly all of them empty: deepcopy's slow way is not needed.
+        for name, value in vars(child).items():
             if type(value) in (collections.OrderedDict, set) and not value:
+                # Each module has a dozen tables of hooks and names, nearly all of them empty: deepcopy's slow way is not needed.
                 memo[id(value)] = type(value)()
+            elif type(value) not in LEAVES and name != "_modules":
+                # Only leaves are copied, not tensors that hooks compute from parameters before a forward, or that a forward left.
+                memo.update({id(tensor): tensor.detach() for tensor in tensors_in(value) if not tensor.is_leaf})
     try:
-        made = copy.deepcopy(module, memo)
+        made = _copy_modules(module, memo)
     except Exception as error:
         raise ApplyError(
             f"this plan tries the model out on copies of its modules, and copy.deepcopy failed: {error!r}",
@@ -124,6 +125,29 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
         ) from error
     rebind(made, memo)
     return made
+
+
+def _copy_modules(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return what copy.deepcopy returns, in half the time: attributes that are numbers, names or modules need no look."""
+    plain = [child for child in module.modules() if id(child) not in memo and _has_plain_copies(child)]
+    twins = [child.__class__.__new__(child.__class__) for child in plain]
+    memo.update({id(child): twin for child, twin in zip(plain, twins, strict=True)})
+    for child, twin in zip(plain, twins, strict=True):
+        state = child.__getstate__().items()
+        twin.__setstate__({name: v if type(v) in LEAVES else copy.deepcopy(v, memo) for name, v in state})
+    return copy.deepcopy(module, memo)
+
+
+def _has_plain_copies(module: nn.Module) -> bool:
+    """Tell whether copies of a module are made of copies of its attributes, by no rule of its class's own."""
+    kind = type(module)
+    return (
+        not hasattr(kind, "__deepcopy__")
+        and "__deepcopy__" not in vars(module)
+        and kind not in copyreg.dispatch_table
+        and all(getattr(kind, name) is getattr(nn.Module, name) for name in _RULES_OF_COPIES)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
 
 
 def rebind(module: nn.Module, memo: dict[int, Any]) -> None:
