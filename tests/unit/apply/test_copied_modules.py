@@ -13,7 +13,7 @@ from meshwright.apply.modules.copies import copy_module
 
 class OwnCopy(nn.Linear):
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
-        made = OwnCopy(self.in_features, self.out_features)
+        made: Any = OwnCopy(self.in_features, self.out_features)
         made.was_copied = True
         memo[id(self)] = made
         return made
@@ -28,11 +28,12 @@ class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 2)
-        self.second = nn.Sequential(nn.BatchNorm1d(2), nn.LSTM(2, 2), OwnCopy(2, 2))
-        self.second[0].weight = self.first.bias
+        norm = nn.BatchNorm1d(2)
+        norm.weight = self.first.bias
+        self.second = nn.Sequential(norm, nn.LSTM(2, 2), OwnCopy(2, 2))
         self.aside = [self.first, {"first": self.first, "numbers": [1, 2]}]
         self.state = OwnState(2, 2)
-        self.state.left_out = object()
+        vars(self.state)["left_out"] = object()
         self.myself = [self]
         self.name, self.table, self.hooked = "holder", {1: "one"}, torch.zeros(2)
 
