@@ -18,9 +18,10 @@ _HEAD = """# Cells that run by default
 
 Made by `make cells`; `test_turns.py` compares it with what runs. Each line is a model of `cases.py`, each column
 a test `test_equals_one_process`: the plan there, and the letter of its setting. A model meets every kind of plan that it
-fits once: data parallelism or ZeRO 1 or 2, ZeRO-3, tensor and pipeline. Plans and settings take turns, so each plan meets
-several models and several settings. Half of Hugging Face's models are in each column. Styles are ways to write a layer: each
-is cut over two or three ranks, and every sixth is in a pipeline, which takes layers whole.
+fits once: data parallelism or ZeRO 1 or 2, ZeRO-3, tensor and pipeline. Every second form of outputs is not cut. Plans
+and settings take turns, so each plan meets several models and several settings; plans of eight ranks meet one. Hugging Face's
+models meet one kind each, for `benchmarks/any_model` has hundreds. Styles are ways to write a layer: each is cut over two or
+three ranks, and every fourth is in a pipeline, which takes layers whole.
 `make test-grid` runs every model under every plan with every setting.
 """
 

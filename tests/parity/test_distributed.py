@@ -38,7 +38,7 @@ def _matrix() -> list[tuple[str, int, Setting]]:
         num_ranks, turn = turns[index % 3]
         rows.append((name, num_ranks, SETTINGS[(index // 3 + turn) % len(SETTINGS)]))
     large = [setting for setting in SETTINGS if SMALL_BUCKETS not in setting.plan_words]  # else thousands of buckets
-    dear = enumerate(some_of_hugging_face(cases.HUGGING_FACE, 0))  # the others are in test_sharded.py
+    dear = enumerate(some_of_hugging_face(cases.HUGGING_FACE, 1))
     rows += [(name, 2 + 2 * (index % 2), large[index % len(large)]) for index, name in dear]
     return rows
 

@@ -48,7 +48,7 @@ def _matrix() -> list[tuple[str, str, int, Setting]]:
     # The models that data parallelism leaves out (test_distributed.py) meet ZeRO 1 or 2, and all of them ZeRO-3.
     for plans, names in zip(KINDS, (every_second(cases.CASES, 1), list(cases.CASES)), strict=True):
         rows += take_turns(names, plans, SETTINGS, num_plans=1)
-    rows += take_turns(some_of_hugging_face(cases.HUGGING_FACE, 1), PLANS, SETTINGS, num_plans=1, fits=is_cheap)
+    rows += take_turns(some_of_hugging_face(cases.HUGGING_FACE, 3), PLANS, SETTINGS, num_plans=1, fits=is_cheap)
     return [(name, *plan, setting) for name, plan, setting in rows]
 
 
