@@ -70,7 +70,7 @@ class Block(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 """
 
-_REPLICAS = f"""{_SETTING}
+_REPLICAS = """
 import meshwright as mw
 model = mw.apply_plan(
     nn.Sequential(*[Block(nn.Linear(4, 4).double()) for _ in range(8)]),
@@ -78,22 +78,22 @@ model = mw.apply_plan(
     loss_fn=lambda outputs, batch: outputs.square().mean(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1))
 for _ in range(6):
     model.step(torch.randn(4, 4, dtype=torch.float64))
-print("ended")
+print("replicas", flush=True)
 """
 
-_PROOF = f"""{_SETTING}
+_PROOF = """
 from tests.unit.apply.tensor.tensor_type_cases import PAIR, Between, experiment_of
 class Recomputed(Between):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
 for _ in range(10):
     experiment_of(Recomputed(lambda _, h: h.relu())).prove(PAIR)
-print("ended")
+print("proof")
 """
 
 
-@pytest.mark.parametrize("program", [_REPLICAS, _PROOF], ids=["replicas", "shards of a proof"])
-def test_recompute_in_several_threads_blocks_none_of_them(program: str) -> None:
+def test_recompute_in_several_threads_blocks_none_of_them() -> None:
     # torch.get_rng_state, which recompute calls, holds the generator's lock where a collection may run.
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == "ended", done.stderr[-2000:]
+    program = _SETTING + _REPLICAS + _PROOF
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["replicas", "proof"], done.stderr[-2000:]

@@ -271,8 +271,8 @@ def test_a_plan_for_kinds_of_hosts_says_what_it_takes_them_for() -> None:
 
 def test_recompute_that_saves_nothing_is_not_offered() -> None:
     cluster = load_cluster("8xa100-sxm-80gb")
-    for model in (gpt(), find_model("resnet-50"), find_model("vit-base")):
-        for plan in make_plans(model, cluster, TRAIN, top=2000)[::5]:  # the best, the worst and between
+    for model in (gpt(), find_model("resnet-50")):
+        for plan in make_plans(model, cluster, TRAIN, top=2000)[::20]:  # the best, the worst and between
             if plan.recompute != "none":
                 plain = predict_plan(model, cluster, TRAIN, plan.replace(recompute="none"))
                 assert plan.prediction is not None

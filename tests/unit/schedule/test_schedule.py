@@ -109,6 +109,7 @@ def test_zero_bubble_schedules_beat_1f1b_with_no_more_memory(p: int, m: int) -> 
 
 
 @given(RANKS, MICRO_BATCHES)
+@settings(max_examples=40)
 def test_messages_are_not_waited_for_in_every_turn_of_zbv(p: int, m: int) -> None:
     # What a rank does while a message is under way hides it; without that, each micro-batch would wait for its own.
     vee = PipelineSchedule.build("zbv", num_ranks=p, num_micro_batches=max(p, m))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.strategies import plans
 
@@ -24,6 +24,7 @@ def test_the_line_reads_back(plan: Plan) -> None:
 
 
 @given(plans(details=True))
+@settings(max_examples=50)
 def test_json_pickle_and_replace_keep_everything(plan: Plan) -> None:
     for copy in (Plan.from_json(plan.to_json(indent=2)), pickle.loads(pickle.dumps(plan)), plan.replace()):
         assert copy == plan
