@@ -6,6 +6,8 @@ import os
 import re
 from typing import Final
 
+from tests.cell_command import OVER_GLOO
+
 __all__: list[str] = []
 
 FULL_GRID: Final = os.environ.get("MESHWRIGHT_FULL_GRID") == "1"
@@ -50,10 +52,13 @@ def is_hugging_face(nodeid: str) -> bool:
 def scope_of(nodeid: str) -> str:
     """Return the name of the tests that a test runs with, or its own.
 
-    Each worker has pools of its own, whose ranks would import `transformers`, and would make its own comparison and wheel.
+    Each worker has pools of its own, whose ranks would import `transformers` or start anew for another transport, and would make
+    its own comparison and wheel.
     """
     if is_hugging_face(nodeid):
         return "hugging_face"
+    if nodeid.endswith(OVER_GLOO):
+        return "gloo"
     if "/unit/" not in nodeid and _EIGHT.search(nodeid):
         return "eight ranks"
     return next((file for file in _TOGETHER if file in nodeid), nodeid)
