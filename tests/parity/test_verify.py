@@ -350,8 +350,10 @@ def _wrong_model() -> nn.Module:
 def test_the_command_refuses_to_write_where_it_cannot(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "mlp.toml"
     path.write_text(CONFIG.format(model="_plain_mlp"))
-    with pytest.raises(mw.StorageError, match="nowhere"):
+    with pytest.raises(mw.ConfigError, match="nowhere"):  # before anything runs
         run_verification(path, "single", steps=1, json_path=tmp_path / "nowhere" / "report.json")
+    with pytest.raises(mw.StorageError, match="could not be written"):
+        run_verification(path, "single", steps=1, json_path=tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["dp=2,micro_batches=2", "data_parallel,dp=2"])
