@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -183,6 +185,20 @@ def test_a_parameter_of_no_layer_is_told() -> None:
     spec = describe_model(Positions, floats_of(2, 5, 8))
     assert spec.layers[0].num_params == 5 * 8 + 8 * 16 + 16
     assert "'positions' belongs to no layer; it is counted in 'up', which uses it first" in spec.notes
+
+
+def test_what_a_forward_draws_from_python_and_numpy_is_not_drawn_from_the_program() -> None:
+    class Draws(Mlp):
+        def forward(self, x):
+            return super().forward(x) * random.random() * float(np.random.rand())
+
+    random.seed(1)
+    np.random.seed(1)
+    describe_model(Draws, floats_of(2, 5, 8))
+    found = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    assert found == (random.random(), np.random.rand())
 
 
 class AsksForAnAddress(nn.Module):
