@@ -1,12 +1,14 @@
-"""Copies of rank 0's tensors, written on another rank without processes."""
+"""Copies of tensors whose entries share memory, written back and taken from rank 0, without processes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.apply.data.base import make_copies_equal
+from meshwright.apply.state.buffers import BufferSnapshot
 
 
 class _OtherRank:
@@ -28,3 +30,20 @@ def test_an_expanded_tensor_follows_rank_0() -> None:
     make_copies_equal([buffer], group)
     assert torch.equal(buffer[:, 0], torch.tensor([0.0, 4.0, 8.0]))
     assert buffer.untyped_storage().nbytes() == 3 * 4
+
+
+def test_an_expanded_buffer_is_restored_after_a_trial() -> None:
+    class Counts(nn.Module):
+        seen: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1, 1).expand(3, 4))
+
+    module = Counts()
+    before = BufferSnapshot(module)
+    version = module.seen._version
+    module.seen[0, 0] += 2.0
+    before.restore()
+    assert torch.equal(module.seen, torch.zeros(3, 4))
+    assert module.seen._version == version

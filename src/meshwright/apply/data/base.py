@@ -19,6 +19,7 @@ from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.errors import ApplyError
 from meshwright.spec import Plan
+from meshwright.trees import distinct_entries
 
 __all__: list[str] = []
 
@@ -192,11 +193,3 @@ def _broadcast_together(tensors: Sequence[torch.Tensor], group: Communicator) ->
         own, values = distinct_entries(tensor, flat[start : start + tensor.numel()].view(tensor.shape))
         own.copy_(values)
         start += tensor.numel()
-
-
-def distinct_entries(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of two tensors of one shape without the dims along which the first is expanded: it is written there once."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    return tensor, values

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.apply.data.base import distinct_entries
 from meshwright.apply.engine import Engine
 from meshwright.apply.held_state import HeldPart
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
@@ -27,6 +26,7 @@ from meshwright.run.checkpoints.random_streams import begin_streams, set_own_str
 from meshwright.run.checkpoints.stored_parts import COMPRESSION, MODEL, RANDOM, place_of, stored_name
 from meshwright.run.checkpoints.together import require_between_steps, together
 from meshwright.run.parallel_model import ParallelModel
+from meshwright.trees import distinct_entries
 
 __all__: list[str] = []
 
