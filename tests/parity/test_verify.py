@@ -148,6 +148,8 @@ def test_the_text_lists_the_worst_parameters_first() -> None:
 
 def test_what_cannot_be_verified_is_refused() -> None:
     plan = mw.Plan.parse("single")
+    with pytest.raises(mw.ConfigError, match="num_steps=0"):
+        verify_plan(_plain_mlp, plan, [cases.regression(3, 0)], losses.square, num_steps=0)
     with pytest.raises(mw.ConfigError, match="at least one batch"):
         verify_plan(_plain_mlp, plan, [], losses.square)
     with pytest.raises(mw.ConfigError, match="no bound is known"):

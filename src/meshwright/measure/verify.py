@@ -302,7 +302,8 @@ def _digests(records: Sequence[StepRecord]) -> dict[str, str]:
 def _digest(tensor: Tensor | None) -> str:
     if tensor is None:
         return ""
-    dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).contiguous()
+    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    dense = dense.resolve_conj().resolve_neg().contiguous()
     found: Any = hashlib.sha256()
     found.update(dense.reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()[:_DIGEST_LENGTH]
