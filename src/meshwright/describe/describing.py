@@ -30,7 +30,7 @@ from meshwright.describe.fakes import (
 )
 from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.describe.layer_specs import LayerAssembly
-from meshwright.describe.module_facts import facts_of, sequence_of
+from meshwright.describe.module_facts import facts_of, kept_bytes, sequence_of
 from meshwright.describe.ownership import layer_names, ownership_of
 from meshwright.describe.per_sample import Samples, pick_samples
 from meshwright.describe.recorder import ForwardRecorder
@@ -102,6 +102,7 @@ def describe_model(
         bonds=bonds,
         sequence_length=sequence,
         autocast=autocast,
+        buffers_bytes=kept_bytes(seen.module),
         notes=(*seen.notes, *assembly.notes),
         **facts_of(seen.module, seen.recorder, seen.samples, parameters.shapes),
     )

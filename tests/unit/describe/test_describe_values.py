@@ -222,3 +222,16 @@ def test_a_layer_that_writes_at_an_address_runs_for_real(by_dlpack: bool) -> Non
     # With torch's default the address is 0, and this process ends.
     spec = describe_model(functools.partial(AsksForAnAddress, by_dlpack=by_dlpack), (torch.zeros(2, 4),))
     assert "the model was run for real" in spec.notes[0]
+
+
+def test_buffers_and_kept_tensors_are_counted_once() -> None:
+    class Keeps(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(100))
+            self.tables = [torch.ones(50), torch.ones(1).expand(30)]
+            self.weights = [next(self.parameters())]  # not again
+
+    spec = describe_model(Keeps, floats_of(2, 5, 8))
+    assert spec.buffers_bytes == 4 * (100 + 50 + 1)
+    assert mw.ModelSpec.from_json(spec.to_json()) == spec
