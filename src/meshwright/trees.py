@@ -106,6 +106,19 @@ def end_of_memory(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) + 1 + sum((size - 1) * step for size, step in steps)
 
 
+def distinct_entries(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of two tensors of one shape without the dims along which the first is expanded.
+
+    torch does not write into a tensor whose entries share memory; into the first of them it does.
+    """
+    if tensor.layout != torch.strided:
+        return tensor, values
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    return tensor, values
+
+
 def tree_bytes(tree: Any) -> int:
     """Return the bytes of all tensors inside [bytes]."""
     return sum(tensor.nbytes for tensor in tensors_in(tree))

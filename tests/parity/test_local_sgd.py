@@ -11,6 +11,7 @@ from tests.parity import harness
 from tests.parity.local_sgd import jobs
 from tests.tolerances import FLOAT64
 
+import meshwright as mw
 from meshwright import testing
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding_a_strategy.md"
@@ -57,6 +58,14 @@ def test_a_step_sends_what_its_forecast_says() -> None:
         # Weights, losses and norms come on top.
         small = 4 * 1024
         assert 4 * training.expected_bytes <= training.sent_bytes <= 4 * training.expected_bytes + small
+
+
+def test_a_checkpoint_of_ranks_that_differ_is_refused(tmp_path: Path) -> None:
+    # Its tensors would have come from one rank or the other, and it would have loaded.
+    for outcome in testing.run_outcomes(jobs.save, 2, "mlp", "dp=2", str(tmp_path)):
+        assert isinstance(outcome.error, mw.ApplyError), outcome
+        assert "a checkpoint has one" in str(outcome.error)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("file", ["engine.py", "expected_bytes.py"])

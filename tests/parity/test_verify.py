@@ -148,6 +148,8 @@ def test_the_text_lists_the_worst_parameters_first() -> None:
 
 def test_what_cannot_be_verified_is_refused() -> None:
     plan = mw.Plan.parse("single")
+    with pytest.raises(mw.ConfigError, match="num_steps=0"):
+        verify_plan(_plain_mlp, plan, [cases.regression(3, 0)], losses.square, num_steps=0)
     with pytest.raises(mw.ConfigError, match="at least one batch"):
         verify_plan(_plain_mlp, plan, [], losses.square)
     with pytest.raises(mw.ConfigError, match="no bound is known"):
@@ -350,8 +352,10 @@ def _wrong_model() -> nn.Module:
 def test_the_command_refuses_to_write_where_it_cannot(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "mlp.toml"
     path.write_text(CONFIG.format(model="_plain_mlp"))
-    with pytest.raises(mw.StorageError, match="nowhere"):
+    with pytest.raises(mw.ConfigError, match="nowhere"):  # before anything runs
         run_verification(path, "single", steps=1, json_path=tmp_path / "nowhere" / "report.json")
+    with pytest.raises(mw.StorageError, match="could not be written"):
+        run_verification(path, "single", steps=1, json_path=tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["dp=2,micro_batches=2", "data_parallel,dp=2"])

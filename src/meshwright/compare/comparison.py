@@ -9,6 +9,7 @@ Runs are made by `compare/run_plans.py`; nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -151,6 +152,7 @@ def _make_row(trial: Trial, trials: Sequence[Trial], baseline: str, cores: int) 
     over_one = speedup(_median(one), steps.median) if one is not None else None
     sent = statistics.fmean(statistics.fmean(ranks) for ranks in trial.sent_bytes)
     exposed = [statistics.fmean(ranks) for ranks in trial.wait_seconds]
+    differences, num_incomparable = _loss_differences(trial, whole or one)
     has_tokens = trial.num_tokens != trial.num_samples
     return ComparisonRow(
         trial=trial,
@@ -169,7 +171,8 @@ def _make_row(trial: Trial, trials: Sequence[Trial], baseline: str, cores: int) 
         **_prediction_ratios(trial, steps.median, sent),
         exposed_s=statistics.median(exposed) if exposed else None,
         exposed_fraction=_exposed_fraction(trial, exposed) if exposed else None,
-        loss_difference=_loss_difference(trial, whole or one),
+        loss_difference=max(differences, default=None),
+        num_incomparable=num_incomparable,
     )
 
 
@@ -202,13 +205,20 @@ def _exposed_fraction(trial: Trial, exposed: Sequence[float]) -> float:
     return statistics.median(wait / seconds for wait, seconds in zip(exposed, trial.step_seconds, strict=True))
 
 
-def _loss_difference(trial: Trial, reference: Trial | None) -> float | None:
+def _loss_differences(trial: Trial, reference: Trial | None) -> tuple[list[float], int]:
+    """Return the relative differences of the steps' losses, and how many steps have none though the losses differ."""
     if reference is None:
-        return None
-    pairs = [(a, b) for a, b in zip(trial.losses, reference.losses, strict=False) if a is not None and b is not None]
-    differences = [relative_difference(a, b) for a, b in pairs]
-    largest = max(differences, default=None)
-    return None if largest is None or largest == float("inf") else largest
+        return [], 0
+    found: list[float] = []
+    num_incomparable = 0
+    for mine, other in zip(trial.losses, reference.losses, strict=False):
+        if mine is None or other is None:
+            num_incomparable += mine is not other
+        elif (difference := relative_difference(mine, other)) < math.inf:
+            found.append(difference)
+        else:
+            num_incomparable += 1
+    return found, num_incomparable
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------

@@ -126,13 +126,25 @@ def _one_at_a_time(row: ComparisonRow) -> str:
 
 
 def _losses(done: Sequence[ComparisonRow], baseline: str) -> list[str]:
-    compared = [row for row in done if row.loss_difference is not None and row.trial.plan != baseline]
+    mine = [row for row in done if row.trial.plan != baseline]
+    apart = ", ".join(f"'{row.trial.name}' in {_steps(row.num_incomparable)}" for row in mine if row.num_incomparable)
+    if apart:
+        apart = f"Losses are finite in one of two runs alone, or single's is 0: {apart}. Ask `meshwright verify`."
+    return [apart, *_loss_sentences([row for row in mine if row.loss_difference is not None], all_of_them=not apart)]
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
+def _loss_sentences(compared: Sequence[ComparisonRow], *, all_of_them: bool) -> list[str]:
     if not compared:
         return []
     far = [row for row in compared if (row.loss_difference or 0.0) > LOSS_TOLERANCE]
     largest = max(row.loss_difference or 0.0 for row in compared)
     if not far:
-        return [f"All losses agree with single's within {largest:.1e}." if largest else "All losses equal single's."]
+        which = "All losses" if all_of_them else "The other losses"
+        return [f"{which} agree with single's within {largest:.1e}." if largest else f"{which} equal single's."]
     named = ", ".join(f"'{row.trial.name}' by {row.loss_difference:.1e}" for row in far)
     return [
         f"The losses differ from single's: {named} (rule: {LOSS_TOLERANCE:g}). Dropout, batch normalisation, compression and "

@@ -108,6 +108,7 @@ class ComparisonRow(Value):
         exposed_s: Time in a step for which ranks waited for exchanges, mean over ranks, median over steps [s].
         exposed_fraction: That as a share of its step, median over steps [fraction].
         loss_difference: Largest relative difference of a step's loss to that of ``single`` [fraction].
+        num_incomparable: Steps whose losses have none though they differ: one is not finite, or single's is 0 [count].
     """
 
     FORMAT: ClassVar[str] = "comparison_row"
@@ -131,6 +132,7 @@ class ComparisonRow(Value):
     exposed_s: float | None = None
     exposed_fraction: float | None = None
     loss_difference: float | None = None
+    num_incomparable: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()

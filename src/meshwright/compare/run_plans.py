@@ -311,7 +311,7 @@ def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
         "wait_seconds": list(zip(*(rank.wait_seconds[skip:] for rank in ranks), strict=True))
         if first.sees_waiting
         else [],
-        "formula_bytes": statistics.fmean(formulas) if formulas else None,
+        "formula_bytes": statistics.fmean(formulas) if len(formulas) == len(ranks) else None,
         "other_cores": _other_cores(ranks),
         "peak_memory_bytes": [peak for rank in ranks for peak in rank.peak_memory_bytes],
     }

@@ -170,7 +170,9 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(runs: Sequence[RunFiles]) -> Comparison:
-    trials = [_trial(index, run) for index, run in enumerate(runs, start=1)]
+    # A damaged line, or a run that began elsewhere, must not set one step's loss beside another's.
+    common = frozenset[int].intersection(*(frozenset(run.steps.steps) for run in runs))
+    trials = [_trial(index, run, common) for index, run in enumerate(runs, start=1)]
     cores = max((int(_number(run, "cores") or 1) for run in runs), default=1)
     batch = int(number_or_none(runs[0].start.get("global_batch_size")) or 1)
     return make_comparison(
@@ -178,15 +180,15 @@ def _compare(runs: Sequence[RunFiles]) -> Comparison:
     )
 
 
-def _trial(index: int, run: RunFiles) -> Trial:
-    """Return a run's record as a comparison takes it: its measured steps."""
+def _trial(index: int, run: RunFiles, common: frozenset[int]) -> Trial:
+    """Return a run's record as a comparison takes it: its measured steps, and the losses of the steps that all runs have."""
     record = run.record
     if record is None or record.measurement is None:
         raise ConfigError(f"{run.path} has no measurement")
     measured, plan = record.measurement, record.plan
     steps = len(measured.step_seconds)
     sent = sum(measured.sent_bytes.values()) / measured.num_sent_steps if measured.num_sent_steps else 0.0
-    losses = run.steps.columns["loss"]
+    losses = [loss for step, loss in zip(run.steps.steps, run.steps.columns["loss"], strict=True) if step in common]
     return Trial(
         name=f"{index}: {run.name}"[:200],
         plan=str(plan),

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import StorageError
+from meshwright.errors import ConfigError, StorageError
 from meshwright.ranks.capacity import check_devices
 from meshwright.train.config.deepspeed import show_rows
 from meshwright.train.config.imports import add_to_path
@@ -42,9 +42,11 @@ def run_verification(
         The exit code: 0 where the plan is equal to one process, else 1.
 
     Raises:
-        ConfigError: The configuration, the plan or an override is wrong.
+        ConfigError: The configuration, the plan or an override is wrong, or the JSON file's folder is not there.
         StorageError: The JSON file cannot be written.
     """
+    if json_path is not None and not Path(json_path).absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_path}: there is no folder {Path(json_path).absolute().parent}")
     config = load_config(config_path, overrides or [], plan=plan)
     show_rows(config.plan_rows, sys.stderr)
     report = verify_config(config, steps)

@@ -6,10 +6,12 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import random
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,7 @@ from meshwright.describe.fakes import (
 )
 from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.describe.layer_specs import LayerAssembly
-from meshwright.describe.module_facts import facts_of, sequence_of
+from meshwright.describe.module_facts import facts_of, kept_bytes, sequence_of
 from meshwright.describe.ownership import layer_names, ownership_of
 from meshwright.describe.per_sample import Samples, pick_samples
 from meshwright.describe.recorder import ForwardRecorder
@@ -88,7 +90,8 @@ def describe_model(
     if autocast not in ("none", "cpu", "cuda"):
         raise ConfigError(f"autocast={autocast!r} (rule: none, cpu or cuda)", fix='autocast="cuda"')
     job = _Attempts(build_model, example_batch, loss_fn, num_samples, autocast)
-    seen = job.run()
+    with _python_draws_kept():
+        seen = job.run()
     parameters = ownership_of(seen.module, seen.layers)
     assembly = LayerAssembly(seen.recorder, seen.layers, parameters, seen.samples, is_cast=autocast != "none")
     layers, bonds = assembly.layers(), assembly.bonds()
@@ -99,9 +102,21 @@ def describe_model(
         bonds=bonds,
         sequence_length=sequence,
         autocast=autocast,
+        buffers_bytes=kept_bytes(seen.module),
         notes=(*seen.notes, *assembly.notes),
         **facts_of(seen.module, seen.recorder, seen.samples, parameters.shapes),
     )
+
+
+@contextlib.contextmanager
+def _python_draws_kept() -> Iterator[None]:
+    """Put Python's and NumPy's generators back: a forward that draws from them must not change what the program draws next."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _count_samples(batch: Any) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,21 @@ def make_flop_counter(more: Mapping[Any, Callable[..., int]] | None = None) -> F
     Args:
         more: Operators that torch does not count -> a function of the arguments' shapes that gives their FLOPs.
     """
-    return FlopCounterMode(display=False, custom_mapping={**_ATTENTION, **(more or {})})
+    counter = FlopCounterMode(display=False, custom_mapping={**_ATTENTION, **(more or {})})
+    counter.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue] - it is asked for these three alone
+    return counter
+
+
+class _NoModules:
+    """Tracker of no modules: torch's own hooks gradients, and a layer that takes a gradient inside fails under its hooks."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
@@ -32,3 +47,14 @@ _COUNTED = [operator.overloadpacket for operator in ATTENTIONS if operator.overl
 _ATTENTION: dict[Any, Callable[..., int]] = (
     dict.fromkeys(_COUNTED, _attention_flops) if torch.__version__ < "2.12" else {}
 )
+
+
+def recurrence_flops(data: Sequence[int], one: Sequence[int], other: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the operations of one direction of an LSTM's layer, which torch does not count [FLOPs].
+
+    Args:
+        data: Shape of the inputs: steps, samples, width.
+        one: Shape of the inputs' matrix.
+        other: Shape of the state's matrix.
+    """
+    return 2 * data[0] * data[1] * (math.prod(one) + math.prod(other))

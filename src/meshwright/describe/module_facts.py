@@ -6,8 +6,10 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from meshwright._torch_private import storage_id
 from meshwright.describe.batches import model_inputs
 from meshwright.describe.per_sample import Samples
 from meshwright.describe.recorder import ForwardRecorder
@@ -22,6 +24,9 @@ _WORDS: Final = {
     "vocab_size": ("vocab_size", "vocabulary_size"),
 }
 """What configs of transformers, nanoGPT, llama and their like call these."""
+
+
+_HOLDERS: Final = (Tensor, list, tuple, dict)
 
 
 def facts_of(
@@ -40,6 +45,23 @@ def sequence_of(batch: Any) -> int | None:
         if tensor.dim() > 1 and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
             return int(tensor.shape[1])
     return None
+
+
+def kept_bytes(module: nn.Module) -> int:
+    """Return the memory of buffers, and of tensors that modules keep as attributes; not of parameters or results [bytes].
+
+    A buffer that is an attribute under another name, too, may count twice: on fake tensors the two are no longer one.
+    """
+    own = {storage_id(parameter) for parameter in module.parameters() if parameter.layout == torch.strided}
+    found: dict[int, int] = {}
+    held = [*module.buffers()]
+    for child in module.modules():
+        plain = [value for name, value in vars(child).items() if name not in ("_parameters", "_buffers", "_modules")]
+        held += [tensor for value in plain if isinstance(value, _HOLDERS) for tensor in tensors_in(value)]
+    for tensor in held:
+        if tensor.layout == torch.strided and not tensor.requires_grad:
+            found[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(size for place, size in found.items() if place not in own)
 
 
 def _of_config(config: Any) -> dict[str, int]:

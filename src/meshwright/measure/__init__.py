@@ -8,6 +8,8 @@ plain_draws      random numbers of the oracle, by place
 recording        steps under a plan, with the gradients that the optimizer saw
 parity           differences of two sets of tensors, and the report
 resolution       resolution of the model's own arithmetic
+noise            whether roundings make a tiny difference
+verdict          rows of two runs of the same steps, and the verdict on them
 outputs          the first module whose output differs
 probe            this machine as a cluster
 probe_ranks      its measurements, on ranks

@@ -84,7 +84,8 @@ def oracle_steps(
         optimizer: Factory from parameters to an optimizer; None: SGD with a learning rate of 0.1.
         seed: Seed of the model's initialisation.
         max_grad_norm: Clip the gradients to this global 2-norm; None: do not clip.
-        dtype: Convert floating-point parameters, buffers and batches to this; None: leave them.
+        dtype: Convert floating-point parameters, buffers and batches to this, complex ones to complex numbers of it; None: leave
+            them.
         shares: Instead of the whole batch at once, take these pieces: one inner sequence of micro-batches for each
             rank. Every rank starts a step from the same buffers and rank 0's are kept, which is the rule for models
             with batch statistics, where what is normalised together changes the result.
@@ -110,7 +111,7 @@ def oracle_steps(
         raise ValueError("shares need a loss_fn: a model's own loss says nothing about its weight")
     model = _build(build_model, seed)
     if dtype is not None:
-        model.to(dtype)
+        model_to_dtype(model, dtype)
         batches = [to_dtype(batch, dtype) for batch in batches]
     model.to(device)
     batches = [to_device(batch, device) for batch in batches]
@@ -243,8 +244,24 @@ def copy_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Return the value with every floating-point tensor anywhere inside converted."""
-    return _converted(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    """Return the value with every floating-point tensor anywhere inside converted, and complex ones to as many bits."""
+    return _converted(value, lambda tensor: _in_dtype(tensor, dtype))
+
+
+def model_to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a model as `to_dtype` does, in place, and return it; `Module.to` takes the real part of complex parameters."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(tensor.is_complex() for tensor in tensors):
+        return model.to(dtype)
+    for tensor in tensors:
+        tensor.data = _in_dtype(tensor.data, dtype)
+    return model
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:

@@ -30,6 +30,10 @@ class TensorDifference:
     """Largest absolute difference over the reference's largest absolute entry; inf where they cannot be compared."""
     note: str = ""
     """Where the largest difference stands, or why the two cannot be compared."""
+    gap: float = 0.0
+    """The largest absolute difference."""
+    own: float | None = None
+    """The difference over this tensor's own largest entry, where `relative` is to all tensors'; else None."""
 
 
 def compare_tensors(
@@ -39,7 +43,8 @@ def compare_tensors(
 
     A difference is relative to the largest absolute entry of the reference's tensor. If that entry is below 16 roundings of the
     largest entry of *all* tensors, the difference is relative to the latter. A gradient that is zero in exact arithmetic (the
-    bias of an attention key) holds only rounding errors.
+    bias of an attention key) holds only rounding errors. Whether this one does, only its computation tells (`noise.py`).
+    Entries that are not finite have to be the same, and are no scale for others. Integers differ by 1 at least, or not.
 
     Args:
         candidate: The computed tensors.
@@ -53,7 +58,8 @@ def compare_tensors(
     >>> compare_tensors(two, one)[0].relative
     0.25
     """
-    overall = max((_largest(t) for t in reference.values() if t is not None), default=0.0)
+    rounded = [dense for dense in (_dense(t) for t in reference.values() if t is not None) if dense.is_floating_point()]
+    overall = max(map(_largest, rounded), default=0.0)
     differences = [
         _compare(name, candidate[name], expected, overall, is_noisy=name in noisy)
         if name in candidate
@@ -73,11 +79,13 @@ def relative_difference(candidate: float, reference: float) -> float:
     return abs(candidate - reference) / abs(reference) if reference else math.inf
 
 
-def _largest(tensor: Tensor) -> float:
-    dense = _dense(tensor)
-    # A mask has no absolute value, and the smallest integer none that fits.
-    dense = dense if dense.is_floating_point() else dense.double()
-    return float(dense.abs().max()) if tensor.numel() else 0.0
+def _largest(dense: Tensor) -> float:
+    """Return the largest finite absolute value: beside the infinities of a mask nothing else would count."""
+    largest = float(dense.abs().max()) if dense.numel() else 0.0
+    if math.isfinite(largest):
+        return largest
+    finite = dense[dense.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -102,7 +110,9 @@ def _compare(
     got, expected = _dense(candidate), _dense(reference)
     if torch.equal(got, expected):
         return TensorDifference(name=name, relative=0.0)
-    precision = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+    dtype = expected.dtype
+    if not dtype.is_floating_point:
+        return _compare_integers(name, got, expected)
     got, expected = got.double(), expected.double()
     gap = (got - expected).abs()
     if not gap.isfinite().all():
@@ -112,11 +122,31 @@ def _compare(
     size = float(gap.flatten()[worst])
     if size == 0.0:
         return TensorDifference(name=name, relative=0.0)
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
-    note = f"{float(got.flatten()[worst]):.17g} instead of {float(expected.flatten()[worst]):.17g} at {list(index)}"
-    is_noise = is_noisy or size <= _NOISE_ROUNDINGS * precision * overall
-    scale = overall if is_noise else float(expected.abs().max())
-    return TensorDifference(name=name, relative=size / scale if scale > 0 else math.inf, note=note)
+    note = (
+        f"{float(got.flatten()[worst]):.17g} instead of {float(expected.flatten()[worst]):.17g} at {_place(gap, worst)}"
+    )
+    own = _ratio(size, _largest(expected))
+    if is_noisy or size <= _NOISE_ROUNDINGS * torch.finfo(dtype).eps * overall:
+        return TensorDifference(name=name, relative=_ratio(size, overall), note=note, gap=size, own=own)
+    return TensorDifference(name=name, relative=own, note=note, gap=size)
+
+
+def _compare_integers(name: str, got: Tensor, expected: Tensor) -> TensorDifference:
+    gap = torch.where(got == expected, 0.0, (got.double() - expected.double()).abs().clamp(min=1.0))
+    worst = int(gap.argmax())
+    note = f"{got.flatten()[worst].item()} instead of {expected.flatten()[worst].item()} at {_place(gap, worst)}"
+    size = float(gap.flatten()[worst])
+    return TensorDifference(
+        name=name, relative=max(1.0, _ratio(size, _largest(expected.double()))), note=note, gap=size
+    )
+
+
+def _place(tensor: Tensor, flat: int) -> list[int]:
+    return [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+
+
+def _ratio(size: float, scale: float) -> float:
+    return size / scale if scale > 0.0 and math.isfinite(size) else math.inf
 
 
 def _kind(tensor: Tensor) -> str:

@@ -57,7 +57,7 @@ class LowerPrecision(TorchDispatchMode):
                 precision = torch.finfo(tensor.dtype).eps
                 if precision > self._precision:
                     self._note(func, tensor, precision)
-                    if self._generator is not None and _is_new(tensor, args):
+                    if self._generator is not None and is_new(tensor, args):
                         self._move(tensor, precision)
         return out
 
@@ -72,7 +72,7 @@ class LowerPrecision(TorchDispatchMode):
         tensor.copy_(tensor.double() * (1 + noise.to(tensor.device) * precision))
 
 
-def _is_new(tensor: Tensor, args: Any) -> bool:
+def is_new(tensor: Tensor, args: Any) -> bool:
     """Tell whether an operator's result is neither an argument nor a view of one."""
     given = [item for arg in args for item in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     pointers = {item.untyped_storage().data_ptr() for item in given if isinstance(item, Tensor)}

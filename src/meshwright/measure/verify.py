@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,23 +16,27 @@ from torch import Tensor, nn
 
 from meshwright.describe.batches import model_inputs, refuse_strange_entries
 from meshwright.errors import ConfigError
-from meshwright.measure.oracle import ModuleOutputs, StepRecord, oracle_steps, to_dtype, whole_batch_loss
+from meshwright.measure.noise import largest_moves
+from meshwright.measure.oracle import (
+    ModuleOutputs,
+    StepRecord,
+    model_to_dtype,
+    oracle_steps,
+    to_dtype,
+    whole_batch_loss,
+)
 from meshwright.measure.outputs import RankOutputs, first_difference
-from meshwright.measure.parity import BufferParity, ParameterParity, ParityReport, relative_difference
+from meshwright.measure.parity import ParityReport
 from meshwright.measure.plain_draws import PlainDraws
 from meshwright.measure.recording import StepOptions, default_dtype, plan_steps
-from meshwright.measure.resolution import (
-    LowerPrecision,
-    NumericResolution,
-    find_lower_precision,
-    measure_resolution,
-    pairs_of,
-)
+from meshwright.measure.resolution import LowerPrecision, find_lower_precision, measure_resolution
+from meshwright.measure.verdict import judge
 from meshwright.ranks.join import device_of_rank
 from meshwright.ranks.launch import QUICK_STOP_S, launch
 from meshwright.ranks.world import current_world
 from meshwright.run.assembly import choose_devices
 from meshwright.spec import Plan
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
@@ -81,37 +87,51 @@ def verify_plan(
         The report; `report.equal` is the verdict.
 
     Raises:
-        ConfigError: No batches, no bound known for this dtype, the plan's line cannot be read, or it has another size than the
-            running world.
+        ConfigError: No batches or steps, no bound known for this dtype, the plan's line cannot be read, or it has another size
+            than the running world.
         ApplyError: A batch has entries that the model's forward does not take.
     """
     if isinstance(plan, str):
         plan = Plan.parse(plan)
     if not batches:
         raise ConfigError("verify needs at least one batch", fix="pass batches=[batch]")
+    if num_steps < 1:
+        raise ConfigError(f"num_steps={num_steps} (rule: at least 1)", fix="pass num_steps=3")
     if bound is None:
         if dtype not in _BOUNDS:
             raise ConfigError(
                 f"no bound is known for {dtype}: it is 1e-11 for float64, 1e-5 for float32", fix="pass bound="
             )
         bound = _BOUNDS[dtype]
-    build = PreparedModel(build_model, dtype, draws=rng == "global")
-    with default_dtype(dtype):
-        notes, lower = _explain(build, plan, dtype, batches[0], loss_fn)
     options = StepOptions(num_steps=num_steps, optimizer=optimizer, seed=seed, max_grad_norm=max_grad_norm, dtype=dtype)
     job = _PlanJob(
-        build=build, plan=plan, batches=list(batches), loss_fn=loss_fn, options=options, devices=devices, rng=rng
+        build=PreparedModel(build_model, dtype, draws=rng == "global"),
+        plan=plan,
+        batches=_copies(batches),
+        loss_fn=loss_fn,
+        options=options,
+        devices=devices,
+        rng=rng,
     )
+    with torch.random.fork_rng(_devices_with_draws()):  # the caller's own draws go on as if nothing had run
+        return _run_both(job, batches, bound)
+
+
+def _run_both(job: _PlanJob, batches: Sequence[Any], bound: float) -> ParityReport:
+    build, loss_fn, dtype, rng = job.build, job.loss_fn, job.build.dtype, job.rng
+    with default_dtype(dtype):
+        notes, lower = _explain(build, job.plan, dtype, _copies(batches[:1])[0], loss_fn)
     records, digests, outputs, reasons = _run_job(job)
     unequal_ranks = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
     with default_dtype(dtype):
-        settings = {name: value for name, value in vars(options).items() if name != "before_step"}
+        settings = {name: value for name, value in vars(job.options).items() if name != "before_step"}
         if rng == "global":
-            settings["around"] = PlainDraws(seed, loss_fn)
-        settings["device"] = _device_of(plan, devices)
-        reference = oracle_steps(build, batches, loss_fn, **settings)
+            settings["around"] = PlainDraws(job.options.seed, loss_fn)
+        settings["device"] = _device_of(job.plan, job.devices)
+        reference = oracle_steps(build, _copies(batches), loss_fn, **settings)
         resolution = measure_resolution(build, batches, loss_fn, reference, bound=bound, found=lower, **settings)
-    report = _compare(job, records, reference, resolution)
+        moves = functools.partial(largest_moves, build, batches, loss_fn, reference, **settings)
+        report = judge(records, reference, resolution, plan=str(job.plan), dtype=dtype, moves=moves)
     notes += (*reasons, *([resolution.note] if resolution.note else []))
     report = dataclasses.replace(
         report,
@@ -124,6 +144,19 @@ def verify_plan(
     if found is not None:
         report = dataclasses.replace(report, first_module=found[0], first_module_difference=found[1])
     return report
+
+
+def _copies(batches: Sequence[Any]) -> list[Any]:
+    """Return the batches with tensors of their own, since a model may write over its inputs."""
+    return [map_tensors(batch, _copied) for batch in batches]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _devices_with_draws() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 
 def _device_of(plan: Plan, devices: Sequence[Any] | None) -> torch.device:
@@ -142,12 +175,24 @@ class PreparedModel:
         self.build_model = build_model
         self.dtype = dtype
         self.draws = draws
+        self._known: weakref.ref[nn.Module] | None = None
+
+    def build(self) -> nn.Module:
+        """Return the user's own module; where a callable gives that one again, it is copied from then on."""
+        model = self.build_model if isinstance(self.build_model, nn.Module) else self.build_model()
+        self._known = weakref.ref(model)
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": None}
 
     def __call__(self) -> nn.Module:
-        model = copy.deepcopy(self.build_model) if isinstance(self.build_model, nn.Module) else self.build_model()
+        model = self.build_model if isinstance(self.build_model, nn.Module) else self.build_model()
+        if model is self.build_model or (self._known is not None and model is self._known()):
+            model = copy.deepcopy(model)  # one run must not train the other's model, nor the user's
         if not self.draws:
             turn_off_dropout(model)
-        return model.to(self.dtype)
+        return model_to_dtype(model, self.dtype)
 
 
 def turn_off_dropout(model: nn.Module) -> list[str]:
@@ -257,7 +302,8 @@ def _digests(records: Sequence[StepRecord]) -> dict[str, str]:
 def _digest(tensor: Tensor | None) -> str:
     if tensor is None:
         return ""
-    dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).contiguous()
+    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    dense = dense.resolve_conj().resolve_neg().contiguous()
     found: Any = hashlib.sha256()
     found.update(dense.reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()[:_DIGEST_LENGTH]
@@ -277,8 +323,7 @@ def _first_unequal(digests: Sequence[Mapping[str, str]]) -> str | None:
 def _explain(
     build: PreparedModel, plan: Plan, dtype: torch.dtype, batch: Any, loss_fn: Any
 ) -> tuple[tuple[str, ...], LowerPrecision]:
-    original = build.build_model if isinstance(build.build_model, nn.Module) else build.build_model()
-    model = copy.deepcopy(original)
+    model = copy.deepcopy(build.build())
     notes = []
     dropped = turn_off_dropout(model)
     if dropped and not build.draws:
@@ -292,7 +337,7 @@ def _explain(
             f"batch normalisation ({_some(batch_norms)}): each rank normalises its own micro-batch and the running"
             " statistics follow rank 0, so equality with one device is not to be expected"
         )
-    draws, lower = _try_forward(model.to(dtype), to_dtype(batch, dtype), loss_fn, dtype)
+    draws, lower = _try_forward(model_to_dtype(model, dtype), to_dtype(batch, dtype), loss_fn, dtype)
     if draws and not build.draws:
         notes.append(
             "the model or its loss draws random numbers in forward that could not be switched off: every rank draws its own"
@@ -327,57 +372,3 @@ def _try_forward(model: nn.Module, batch: Any, loss_fn: Any, dtype: torch.dtype)
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _compare(
-    job: _PlanJob, records: Sequence[StepRecord], reference: Sequence[StepRecord], resolution: NumericResolution
-) -> ParityReport:
-    pairs = list(zip(records, reference, strict=True))
-    worst: dict[tuple[str, str], float] = {}
-    places: dict[str, dict[str, str]] = {"gradient": {}, "buffer": {}}
-    places["value"] = places["gradient"]  # in the order in which they are found, of one parameter
-    for step, (record, expected) in enumerate(pairs):
-        for kind, got, wanted in pairs_of(record, expected):
-            for row in resolution.compare(kind, got, wanted):
-                worst[kind, row.name] = max(worst.get((kind, row.name), 0.0), row.relative)
-                if not row.relative <= resolution.of(kind, row.name):
-                    places[kind].setdefault(row.name, f"step {step}, {kind}: {row.note}")
-    loss = max(relative_difference(a.loss, b.loss) for a, b in pairs)
-    norm = max(relative_difference(a.grad_norm, b.grad_norm) for a, b in pairs)
-    bound, found = resolution.bound, resolution.tensors
-    loss_bound, norm_bound = max(bound, resolution.loss), max(bound, resolution.grad_norm)
-    return ParityReport(
-        plan=str(job.plan),
-        num_steps=len(pairs),
-        dtype=_word(job.build.dtype),
-        bound=bound,
-        equal=not any(places.values()) and loss <= loss_bound and norm <= norm_bound,
-        losses=tuple((a.loss, b.loss) for a, b in pairs),
-        loss_difference=loss,
-        grad_norm_difference=norm,
-        first_parameter=next(iter(places["gradient"]), None),
-        parameters=tuple(
-            ParameterParity(
-                name=name,
-                gradient=worst.get(("gradient", name), 0.0),
-                value=difference,
-                note=places["gradient"].get(name, ""),
-                gradient_bound=found.get(("gradient", name)),
-                value_bound=found.get(("value", name)),
-            )
-            for (kind, name), difference in worst.items()
-            if kind == "value"
-        ),
-        buffers=tuple(
-            BufferParity(name=name, value=difference, note=places["buffer"].get(name, ""))
-            for (kind, name), difference in worst.items()
-            if kind == "buffer"
-        ),
-        computes_in=None if resolution.dtype is None else _word(resolution.dtype),
-        loss_bound=loss_bound if loss_bound > bound else None,
-        grad_norm_bound=norm_bound if norm_bound > bound else None,
-    )
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -117,7 +117,7 @@ def _explain(
     loss: float,
     norm: float,
     device: torch.device,
-    guess: str = "a hook or a random number of its own outside torch's generators?",
+    guess: str = "gradients whose squares overflow, a hook, or a random number of its own outside torch's generators?",
 ) -> NonFiniteError:
     """Return the error that names the first rank, micro-batch and parameter; the same on every rank.
 

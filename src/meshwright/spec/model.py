@@ -31,6 +31,7 @@ class ModelSpec(Value):
         num_kv_heads: Key and value heads, where known [count].
         hidden_size: Width of the residual stream, where known [elements].
         vocab_size: Rows of the embedding, where known [count].
+        buffers_bytes: Buffers, and tensors that modules keep as attributes; every rank has all of them [bytes].
         autocast: Devices under whose autocast to bfloat16 the forward was seen to run: "cuda", "cpu" or "none". Its numbers are
             for plans in bf16 alone, and have each operator's own dtype; of a model without autocast such a plan costs half of
             the bytes.
@@ -51,6 +52,7 @@ class ModelSpec(Value):
     num_kv_heads: int | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
+    buffers_bytes: int = 0
     autocast: Autocast = "none"
     notes: tuple[str, ...] = ()
 
@@ -82,6 +84,7 @@ class ModelSpec(Value):
         for field in ("sequence_length", "num_heads", "num_kv_heads", "hidden_size", "vocab_size"):
             number = getattr(self, field)
             problems.require(number is None or number >= 1, f"{field}={number} (rule: it is at least 1)")
+        problems.require(self.buffers_bytes >= 0, f"buffers_bytes={self.buffers_bytes} (rule: it is at least 0)")
         problems.check()
 
     def __str__(self) -> str:

@@ -23,8 +23,9 @@ def assert_parity(
 ) -> None:
     """Fail where the candidate differs from the reference, naming the first parameter that does.
 
-    Every tensor's difference is taken relative to the reference's largest entry in that tensor, never to a norm over all
-    of them, in which one lost small gradient would disappear.
+    Every tensor's difference is taken relative to the reference's largest entry in that tensor, never to a norm over all of
+    them, in which one lost small gradient would disappear. A difference below 16 roundings of the largest entry of all tensors
+    is taken for noise here; `verify_plan` asks one process more whether it is.
 
     Args:
         candidate: Records of steps, or named tensors of any shape; None stands for a tensor that is not there.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import re
 import select
 
 from meshwright.errors import (
@@ -63,7 +62,7 @@ class Restarts:
         """
         if self.most == 0 or not _may_pass(error, num_new_steps):
             return RestartDecision(None)
-        cause = (type(error).__name__, re.sub(r"\d+", "#", told)[:_MOST_TOLD], step)
+        cause = (type(error).__name__, "".join(sign for sign in told if not sign.isdigit())[:_MOST_TOLD], step)
         self._seen[cause] += 1
         if self._seen[cause] >= SAME_CAUSE:
             return RestartDecision(

@@ -114,6 +114,7 @@ def _curve(watched: WatchedRun, width: int, height: int, bars: str) -> Text:
     ]
     if len(pairs) < 2:
         return Text("too few steps for a curve")
+    lowest = min(value for _, value in pairs)
     stride = math.ceil(len(pairs) / (2 * width))
     pairs = [*pairs[::stride], pairs[-1]]
     values = [value for _, value in pairs]
@@ -124,7 +125,7 @@ def _curve(watched: WatchedRun, width: int, height: int, bars: str) -> Text:
             raise ImportError
     except ImportError:  # not there, or of another major release; or it cannot show these
         (first, _), (last, value) = pairs[0], pairs[-1]
-        told = f"{values[0]:.5g} at step {first}, {value:.5g} at step {last}; lowest {min(values):.5g}"
+        told = f"{values[0]:.5g} at step {first}, {value:.5g} at step {last}; lowest {lowest:.5g}"
         return Text(f"{spark(values, width, bars)}\n{told}   (a curve with axes: pip install meshwright[watch])")
     clear_figure()
     theme("clear")

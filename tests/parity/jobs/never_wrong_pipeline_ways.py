@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -289,6 +290,28 @@ class Penalty(nn.Module):
             h = block(h)
         (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
         return h + slope
+
+
+class Slopes(nn.Module):
+    """Layers that add their own slope, and copy a tensor deeply meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sloped() for _ in range(4))
+
+    forward = Stack.forward
+
+
+class Sloped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = tanh_block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = copy.deepcopy(x.detach()).requires_grad_()
+            (slope,) = torch.autograd.grad(self.body(at).square().sum(), at, create_graph=True)
+        return self.body(x) + slope
 
 
 class InnerStep(nn.Module):

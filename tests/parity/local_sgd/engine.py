@@ -9,6 +9,7 @@ from torch import nn
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
 from meshwright.apply.forecast import Forecast
+from meshwright.apply.held_state import HeldPart
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
@@ -61,6 +62,13 @@ class LocalStepsEngine(Engine):
                 values = parameter.detach()  # of the same memory
                 self.group.all_reduce(values)
                 values /= self.group.size
+
+    def held_state(self) -> list[HeldPart]:
+        """Refuse checkpoints: one has each tensor once, taken from any rank that holds it."""
+        raise ApplyError(
+            "ranks that take local steps have values and optimizer states of their own, and a checkpoint has one",
+            fix=f"torch.save(model.full_state_dict(), path) after a multiple of {self._every} steps",
+        )
 
     def forecast(self) -> Forecast:
         return AveragesForecast(self.module, self.group.size, self._every)

@@ -70,6 +70,15 @@ def train(name: str, plan: str, every: int, num_samples: int, num_steps: int) ->
     )
 
 
+def save(name: str, plan: str, directory: str) -> None:
+    """Save a model that takes local steps, on every rank."""
+    case = cases.find(name)
+    with local_steps(2):
+        model = mw.apply_plan(case.build, plan, loss_fn=case.loss_fn, optimizer=sgd)
+    with model:
+        mw.save_checkpoint(model, directory, step=0)
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 

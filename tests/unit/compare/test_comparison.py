@@ -125,6 +125,20 @@ def test_losses_are_compared_step_by_step():
     assert row_of(rows, "distributed").loss_difference == pytest.approx(1e-3)
     zero = compared(trial(losses=[0.0]), distributed(losses=[1.0]))
     assert row_of(zero, "distributed").loss_difference is None
+    assert [row_of(each, "distributed").num_incomparable for each in (rows, zero)] == [1, 1]
+
+
+@pytest.mark.parametrize("lost", [None, 1.0])
+def test_losses_without_a_difference_are_not_called_equal(lost):
+    # A run whose losses became NaN has no difference to a finite one; "All losses equal single's" was said of it.
+    base = [2.0, 2.0, 2.0, 2.0] if lost is None else [2.0, 2.0, 0.0, 0.0]
+    got = compared(trial(losses=base), distributed(losses=[2.0, 2.0, lost, lost]), share())
+    assert row_of(got, "distributed").num_incomparable == 2
+    assert "in one of two runs alone, or single's is 0: 'distributed' in 2 steps." in got.conclusion
+    assert "The other losses equal single's." in got.conclusion
+    assert "All losses" not in got.conclusion
+    same = compared(trial(losses=[2.0, None]), distributed(losses=[2.0, None]), share())
+    assert "All losses equal single's." in same.conclusion
 
 
 def test_a_failed_run_is_a_row_without_numbers():

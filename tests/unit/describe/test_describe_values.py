@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,6 +187,20 @@ def test_a_parameter_of_no_layer_is_told() -> None:
     assert "'positions' belongs to no layer; it is counted in 'up', which uses it first" in spec.notes
 
 
+def test_what_a_forward_draws_from_python_and_numpy_is_not_drawn_from_the_program() -> None:
+    class Draws(Mlp):
+        def forward(self, x):
+            return super().forward(x) * random.random() * float(np.random.rand())
+
+    random.seed(1)
+    np.random.seed(1)
+    describe_model(Draws, floats_of(2, 5, 8))
+    found = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    assert found == (random.random(), np.random.rand())
+
+
 class AsksForAnAddress(nn.Module):
     """A layer whose code is not torch's and writes at an address; of a fake tensor there is none."""
 
@@ -206,3 +222,16 @@ def test_a_layer_that_writes_at_an_address_runs_for_real(by_dlpack: bool) -> Non
     # With torch's default the address is 0, and this process ends.
     spec = describe_model(functools.partial(AsksForAnAddress, by_dlpack=by_dlpack), (torch.zeros(2, 4),))
     assert "the model was run for real" in spec.notes[0]
+
+
+def test_buffers_and_kept_tensors_are_counted_once() -> None:
+    class Keeps(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(100))
+            self.tables = [torch.ones(50), torch.ones(1).expand(30)]
+            self.weights = [next(self.parameters())]  # not again
+
+    spec = describe_model(Keeps, floats_of(2, 5, 8))
+    assert spec.buffers_bytes == 4 * (100 + 50 + 1)
+    assert mw.ModelSpec.from_json(spec.to_json()) == spec

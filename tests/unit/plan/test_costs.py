@@ -322,3 +322,15 @@ def test_selective_recompute_keeps_results_of_products_and_of_attention() -> Non
         machine(), setup.recompute
     )  # the host issues ten operators, and works three times as long
     assert again == pytest.approx(3 * 10 * machine().efficiency.operator_s, rel=0.01)
+
+
+def test_buffers_are_in_every_rank_s_memory() -> None:
+    # A model with 100 MiB of buffers took twice what was predicted.
+    cluster, plain = load_cluster("8xa100-sxm-80gb"), gpt()
+    setup = Setup(dp=2, micro_batches=1, micro_batch_size=1)
+    before = StepCosts(plain, cluster).predict(setup).memory
+    for size in (1 << 20, 1 << 40):
+        more = StepCosts(dataclasses.replace(plain, buffers_bytes=size), cluster).predict(setup).memory
+        of_a_step = before.gradients_bytes + before.optimizer_bytes + before.activations_bytes
+        expected = size + max(0, 2 * size - of_a_step)  # two copies, before there is anything of a step
+        assert more.buffers_bytes - before.buffers_bytes == pytest.approx(expected, rel=1e-6)

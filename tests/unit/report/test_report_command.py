@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.report.made_runs import HOSTILE, Page, make_record
+from tests.unit.report.made_runs import HOSTILE, Page, make_record, started, step
 from typer.testing import CliRunner
 
 from meshwright import cli
@@ -32,6 +32,15 @@ def test_runs_of_one_training_are_concluded_from(make_run, tmp_path):
     page = Page((tmp_path / "both.html").read_text())
     assert "'2: run' is the fastest with 500 ms a step" in page.text
     assert len(page.data["figures"][0]["lines"]) == 2
+
+
+def test_losses_of_runs_are_compared_step_by_step(make_run, tmp_path):
+    # One line of run b is damaged; its second step was compared with a's first.
+    alone = make_record("single", measurement=Measurement(step_seconds=(1.0,), num_samples=8, num_sent_steps=1))
+    events = [started(), '{"event": "step", "st', step(2), step(3), {"event": "finished", "step": 3}]
+    runs = [make_run(name="a", record=alone), make_run(events, name="b")]
+    invoke(*runs, "-o", tmp_path / "both.html")
+    assert "All losses equal single's." in Page((tmp_path / "both.html").read_text()).text
 
 
 def test_different_trainings_have_no_conclusion(make_run, tmp_path):

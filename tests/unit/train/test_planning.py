@@ -147,6 +147,16 @@ def test_what_cannot_be_described_is_said_and_not_tried_again(
     assert described == []
 
 
+def test_a_stop_while_the_machine_is_measured_is_no_reason_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `compare` noted that nothing was predicted, and ran its plans.
+    def stopped(*_args: object, **_options: object) -> None:
+        raise mw.StoppedOnRequest("the measurement of this machine was stopped")
+
+    monkeypatch.setattr(module, "this_machine", stopped)
+    with pytest.raises(mw.StoppedOnRequest):
+        Predictor(classic("distributed")).predict(mw.Plan.parse("dp=2"))
+
+
 def test_nothing_is_predicted_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(machine.CLUSTER_VARIABLE, "none")
     found = Predictor(classic("distributed")).predict(mw.Plan.parse("dp=2"))

@@ -19,6 +19,7 @@ from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.errors import ApplyError
 from meshwright.spec import Plan
+from meshwright.trees import distinct_entries
 
 __all__: list[str] = []
 
@@ -189,5 +190,6 @@ def _broadcast_together(tensors: Sequence[torch.Tensor], group: Communicator) ->
         return
     start = 0
     for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        own, values = distinct_entries(tensor, flat[start : start + tensor.numel()].view(tensor.shape))
+        own.copy_(values)
         start += tensor.numel()

@@ -20,6 +20,7 @@ from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import is_generator, read_generator, write_generator
 from meshwright.apply.state.slots import has_slots, read_slots, write_slots
 from meshwright.errors import ApplyError
+from meshwright.trees import distinct_entries
 
 __all__: list[str] = []
 
@@ -269,7 +270,7 @@ def insides_put_back(*values: Any, depth: int = 8) -> Iterator[None]:
                 write_parts(value, parts)
             for tensor, version, entries in tensors.values():
                 if tensor._version != version:
-                    write_back(tensor, entries, version)
+                    write_back(*distinct_entries(tensor, entries), version)
 
 
 class Attributes:

@@ -22,6 +22,7 @@ from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, 
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import draws_globally, is_generator
 from meshwright.apply.state.slots import read_slots
+from meshwright.trees import distinct_entries
 
 __all__: list[str] = []
 
@@ -333,7 +334,7 @@ class Elsewhere:
                 write_parts(value, parts)
         for tensor, version, held in self._tensors:
             if tensor._version != version and held is not None:
-                write_back(tensor, held, version)
+                write_back(*distinct_entries(tensor, held), version)
 
     def changed(self) -> dict[Any, str]:
         """Return the changes: keys for `reaches`, with names. A dict that has only grown is a cache, and not a change."""

@@ -181,6 +181,9 @@ class StepCosts:
         efficiency = self.machine.efficiency
         gaps = (efficiency.held - 1) * memory.activations
         memory.buffers += efficiency.process_bytes + gaps
+        kept = self.model.buffers_bytes * (setup.dp if shares_memory else 1)
+        # Before the first step they are copied twice, for the other ranks and for a trial of the loss.
+        memory.buffers += kept + max(0.0, 2 * kept - memory.gradients - memory.optimizer - memory.activations)
         return memory
 
     def _bounds(self, of_kinds: tuple[float, ...], num_stages: int, setup: Setup) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from meshwright.run.checkpoints.random_streams import begin_streams, set_own_str
 from meshwright.run.checkpoints.stored_parts import COMPRESSION, MODEL, RANDOM, place_of, stored_name
 from meshwright.run.checkpoints.together import require_between_steps, together
 from meshwright.run.parallel_model import ParallelModel
+from meshwright.trees import distinct_entries
 
 __all__: list[str] = []
 
@@ -221,10 +222,7 @@ def _fill(part: HeldPart, values: Tensor) -> None:
     Raises:
         CheckpointError: Entries that share memory have different values in the file.
     """
-    place, first = part.tensor.detach(), values
-    for dim, stride in enumerate(place.stride()):
-        if stride == 0 and place.shape[dim] > 1:
-            place, first = place.narrow(dim, 0, 1), first.narrow(dim, 0, 1)
+    place, first = distinct_entries(part.tensor.detach(), values)
     if first is not values and memory_of(first.expand_as(values).contiguous()) != memory_of(values):
         raise CheckpointError(
             f"'{part.name}' has one value for several entries here (expand), and several in the checkpoint",
@@ -302,7 +300,7 @@ class _Load:
                     f"{self._snapshot.path} has the state of {stored.get('class')}, the model has {type(optimizer).__name__}",
                     fix="use that optimizer, or load with with_optimizer=False",
                 )
-            return stored["state"], find_groups(stored.get("groups") or [], merge_groups(groups))
+            return stored["state"], find_groups(stored.get("groups") or [], merge_groups(groups), self._has_entries)
 
         return find()  # alike on all ranks
 
@@ -313,6 +311,11 @@ class _Load:
             for part in parts:
                 values = self._snapshot.read(f"{MODEL}/{stored_name(part.name)}", part.layout, part.order)
                 _fill(part, values.view(part.tensor.shape))
+
+    def _has_entries(self, name: str) -> bool:
+        name = f"{MODEL}/{name}"
+        entry = self._manifest.tensors.get(self._manifest.aliases.get(name, name))
+        return entry is None or 0 not in entry.full_shape
 
     def _read_optimizer(
         self,

@@ -122,21 +122,24 @@ def merge_groups(rows: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
     return merged
 
 
-def find_groups(stored: Sequence[Any], present: Sequence[Sequence[Any]]) -> list[Any]:
+def find_groups(
+    stored: Sequence[Any], present: Sequence[Sequence[Any]], has_entries: Callable[[str], bool] = lambda _: True
+) -> list[Any]:
     """Return the stored options for each present group: groups are found by their parameters, in any order.
 
     Args:
         stored: What `merge_groups` gave when it was saved.
         present: What it gives now.
+        has_entries: Whether a parameter has any; one without is in the groups of some plans and not of others, which cut.
 
     Raises:
         CheckpointError: The groups have other parameters.
     """
     rows = [row for row in stored if isinstance(row, list) and len(row) == 2 and isinstance(row[0], list)]
-    by_names = {frozenset(map(str, names)): options for names, options in rows}
+    by_names = {frozenset(filter(has_entries, map(str, names))): options for names, options in rows}
     found = []
     for number, (names, _) in enumerate(present):
-        options = by_names.get(frozenset(names))
+        options = by_names.get(frozenset(filter(has_entries, names)))
         if not isinstance(options, dict):
             nearest = max(rows, key=lambda row: len(set(row[0]) & set(names)), default=[[], {}])[0]
             missing, more = sorted(set(nearest) - set(names)), sorted(set(names) - set(nearest))

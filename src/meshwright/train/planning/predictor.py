@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from meshwright.errors import ApplyError, ConfigError
+from meshwright.errors import ApplyError, ConfigError, StoppedOnRequest
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.cluster import LinkSpec
 from meshwright.host import usable_cores
@@ -71,6 +71,9 @@ class Predictor:
         Args:
             plan: The plan.
             threads: Threads that one device computes with; None means what `train` gives it [count].
+
+        Raises:
+            StoppedOnRequest: A signal asked to stop while the machine was measured.
         """
         threads = threads or threads_of(plan)
         try:
@@ -85,6 +88,8 @@ class Predictor:
             train = dataclasses.replace(known.train, precision=plan.precision)
             prediction = predict_plan(known.model, cluster, train, plan)
             return Foreseen(self._with_messages(prediction, plan, known))
+        except StoppedOnRequest:
+            raise  # while the machine was measured
         except ConfigError as error:
             return Foreseen(None, error.message)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything; the run itself will show it

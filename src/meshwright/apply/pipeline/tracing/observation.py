@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -25,13 +24,21 @@ from meshwright.apply.pipeline.tracing.functions import (
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.stage_map import latest_of, with_one_opened
-from meshwright.apply.pipeline.walking.stand_ins import ATTRIBUTE, StageValue, mark, tensors_of, value_of, values_in
+from meshwright.apply.pipeline.walking.stand_ins import (
+    ATTRIBUTE,
+    StageValue,
+    UnitMark,
+    mark,
+    tensors_of,
+    value_of,
+    values_in,
+)
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
-from meshwright.describe.flop_counter import make_flop_counter
+from meshwright.describe.flop_counter import make_flop_counter, recurrence_flops
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
@@ -84,23 +91,12 @@ def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Seq
         observer.forget()
 
 
-def _recurrence_flops(data: Sequence[int], one: Sequence[int], other: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of one direction of an LSTM's layer, which torch does not count [FLOPs].
-
-    Args:
-        data: Shape of the inputs: steps, samples, width.
-        one: Shape of the inputs' matrix.
-        other: Shape of the state's matrix.
-    """
-    return 2 * data[0] * data[1] * (math.prod(one) + math.prod(other))
-
-
 class _ForwardObserver(TorchFunctionMode):
     """An observed forward of the whole model; a tensor's home is the position of its call in the sequence."""
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
-        self.counter = make_flop_counter({RNN_LAYER.overloadpacket: _recurrence_flops})
+        self.counter = make_flop_counter({RNN_LAYER.overloadpacket: recurrence_flops})
         self._module = module
         self._modules = dict(module.named_modules())
         self._units = list(units)
@@ -320,7 +316,7 @@ class _ForwardObserver(TorchFunctionMode):
                 self._opens.add(self._calls[place]["unit"])
             known, made = value_of(tensor), getattr(tensor, _MADE, None)
             is_theirs = known is not None and known.owner is self and known.home != place
-            if not is_theirs and (made is None or made[0] is not self or made[1] == place):
+            if not is_theirs and (made is None or made.owner is not self or made.place == place):
                 continue
             if (
                 id(tensor) not in self._given
@@ -331,7 +327,7 @@ class _ForwardObserver(TorchFunctionMode):
         for tensor in tensors_in(result):
             if id(tensor) not in self._given:
                 self._marked.append(tensor)
-                setattr(tensor, _MADE, (self, place))
+                setattr(tensor, _MADE, UnitMark(self, place))
 
     def _note_taken(self, place: int, tensor: Tensor) -> None:
         unit = self._calls[place]["unit"]
@@ -350,8 +346,8 @@ class _ForwardObserver(TorchFunctionMode):
         """Find tensors of units that reach the code between them otherwise than by results and attributes."""
         for tensor in tensors_in(given):
             known, made = value_of(tensor), getattr(tensor, _MADE, None)
-            if made is not None and made[0] is self and (known is None or known.owner is not self):
-                unit = self._calls[made[1]]["unit"]
+            if made is not None and made.owner is self and (known is None or known.owner is not self):
+                unit = self._calls[made.place]["unit"]
                 self._leaks.append(f"{getattr(func, '__name__', func)}() takes one that '{unit}' has made inside")
             if id(tensor) in self._changed_buffers and self._is_in_model:
                 unit = self._changed_buffers[id(tensor)]

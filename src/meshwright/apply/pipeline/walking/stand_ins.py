@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import numbers
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,6 +85,21 @@ class StageValue:
         if found is None:
             raise AttributeError("a value without a tensor")
         return found
+
+
+class UnitMark(NamedTuple):
+    """Record, on a tensor that a unit has made inside, of that unit's call in an observed forward."""
+
+    owner: object
+    """The forward's observer."""
+    place: int
+    """The call's position in it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave nothing with a copy of the tensor; the observer is not the user's, and holds tensors that cannot be copied."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def value_of(tensor: Tensor) -> StageValue | None:
