@@ -73,7 +73,7 @@ def plan_steps(
         loss_reasons: The list for the plan's reasons about the loss. With it, a loss that parts of a batch do not give is not
             refused, and its results are compared.
         sentinel_every: As for `apply_plan`.
-        rng: As for `apply_plan`.
+        rng: As for `apply_plan`; by default as `oracle_steps` draws.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
 from meshwright.apply.randomness.sites import Call, DrawNote, ForwardDraws, StepDraws, in_forward, in_step
 from meshwright.describe.batches import BatchSplitter
@@ -57,6 +58,8 @@ class TrialDraws:
         self.outputs: list[Tensor] = []
         self._forward.notes = self.notes
         self.num_samples = num_samples
+        self.marks: frozenset[int] = frozenset()
+        """What torch's generator gave at each draw."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -70,10 +73,16 @@ class TrialDraws:
             if id(module) in names:
                 self._forward.module_calls[names[id(module)]] += 1
 
+        # Trials begin with different states: equal marks are of a forward that seeds the generator.
+        torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
         hook = register_module_forward_pre_hook(count)
         try:
-            with self._make_step(self._dims) as step, in_step(step), in_forward(self._forward):
-                yield
+            with self._make_step(self._dims) as step:
+                try:
+                    with in_step(step), in_forward(self._forward):
+                        yield
+                finally:
+                    self.marks = step.marks
         finally:
             hook.remove()
 
@@ -90,6 +99,8 @@ class DrawsFound:
     """The batch that was tried."""
     draws: bool = False
     """Whether a forward draws."""
+    seeds: bool = False
+    """Whether a forward seeds torch's generator before it draws."""
     is_proven: bool = True
     """Whether parts gave the outputs of the whole."""
     dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
@@ -113,18 +124,19 @@ class DrawTrials:
         self._splitter = splitter
         self._make_step = make_step
 
-    def examine(self, found: DrawsFound) -> Trials:
-        """Find the sample dims of a share, and try them."""
+    def examine(self, found: DrawsFound, *, finds_dims: bool = True) -> Trials:
+        """Find whether a forward draws; then the sample dims of a share, unless they are of no use, and try them."""
         share, count = found.share, self._splitter.count
         whole = yield from self._run([(share, 0)], {})
         found.notes = whole[0].notes
         found.draws = bool(found.notes)
-        if not found.draws:
+        if not found.draws or not finds_dims:
             return Evidence()
         parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
         firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
         placed = list(zip(parts, firsts, strict=True))
         pieces = yield from self._run(placed, {})
+        found.seeds = any(whole[0].marks & piece.marks for piece in pieces)
         for call, note in found.notes.items():
             shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
             dims = find_dims([(count(share), note.shape), *shapes])

@@ -29,11 +29,30 @@ _UNPROVEN = (
     "rng: parts of the first batch did not give the outputs of the whole with the same random numbers; they may depend on the "
     "layout"
 )
+_LATE = "a forward drew that drew nothing with the first batch, which is left to torch's generator: each rank draws for itself"
 _UNPROVEN_CUT = (
     "rng: the cut model did not give the outputs of the whole one with the same random numbers; they may depend on tp"
 )
 
 Term = Callable[[Any, Any], LossTerm]
+
+
+def _why_torch_draws(module: nn.Module, *, num_replicas: int) -> str | None:
+    """Return why torch's generators draw for a model, whatever `rng` says; None where numbers go by place.
+
+    Args:
+        module: The model.
+        num_replicas: Devices of this process that share the batch out [count].
+    """
+    if num_replicas > 1:
+        return "devices of one process (data_parallel) draw from one generator"
+    if any(_is_compiled(child) for child in module.modules()):
+        return "code that torch.compile has compiled draws by itself"
+    return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 class GlobalDraws:
@@ -68,10 +87,8 @@ class GlobalDraws:
         self._told: dict[str, None] = {}
         self._python: bool | None = None
         install_operators()
-        if engine.num_replicas > 1:
-            self._leave_to_torch("devices of one process (data_parallel) draw from one generator")
-        elif type(module).__name__ == "OptimizedModule":
-            self._leave_to_torch("code that torch.compile has compiled draws by itself")
+        self._why_torch = _why_torch_draws(module, num_replicas=engine.num_replicas)
+        self.is_off = self._why_torch is not None
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -83,7 +100,8 @@ class GlobalDraws:
         if len(self._told) < _MOST_TOLD:
             self._told[text if text.startswith("rng: ") else f"rng: {text}"] = None
 
-    def _leave_to_torch(self, why: str) -> None:
+    def leave_to_torch(self, why: str) -> None:
+        """Let torch's generators draw from now on, as with rng="torch", and tell why; alike on every rank."""
         self.is_off = self.is_known = True
         self.tell(f"{why}, so that torch's generators draw")
 
@@ -97,31 +115,50 @@ class GlobalDraws:
         """
         if self.is_off:
             return contextlib.nullcontext()
-        return in_step(
-            StepDraws(
-                self._text_of(kind),
-                self.names,
-                self.dims,
-                inside=self._inside,
-                share=f"share {self._engine.group.group_rank}",
-                part=f"part {self._place}",
-                on_unknown=self.tell,
-            )
+        return in_step(self.new_step(kind)) if self.has_draws else self.left(_LATE)
+
+    def new_step(self, kind: str) -> StepDraws:
+        """Return the draws of a step, of an evaluation, or of one forward of an own loop."""
+        return StepDraws(
+            self._text_of(kind),
+            self.names,
+            self.dims,
+            inside=self._inside,
+            share=self.share,
+            part=f"part {self._place}",
+            on_unknown=self.tell,
         )
 
+    def left(self, why: str = _LATE) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which torch's generators draw, and that they do is told."""
+        if self.is_off:
+            return contextlib.nullcontext()
+        return in_step(StepDraws("", self.names, {}, on_unknown=self.tell, left=why))
+
+    @property
+    def has_places(self) -> bool:
+        """Whether ranks need the places of their samples."""
+        return self.has_draws and not self.is_off and self._engine.group.size > 1
+
+    @property
+    def share(self) -> str:
+        """The name of this rank's share of the batch."""
+        return f"share {self._engine.group.group_rank}"
+
     @contextlib.contextmanager
-    def forward(self, kind: str, first: int, num_samples: int) -> Iterator[None]:
+    def forward(self, kind: str, first: int, num_samples: int, number: int = 0) -> Iterator[None]:
         """Run one forward inside the context.
 
         Args:
             kind: As for `running`.
             first: The place of its first sample in the global batch.
             num_samples: Its samples [count].
+            number: Forwards of an own loop before it in this step [count].
         """
         if self.is_off:
             yield
             return
-        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind):
+        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind, number):
             yield
 
     def _text_of(self, kind: str) -> str:
@@ -134,7 +171,7 @@ class GlobalDraws:
         return self._sharers.index(own) if own in self._sharers else 0
 
     @contextlib.contextmanager
-    def _python_draws(self, kind: str) -> Iterator[None]:
+    def _python_draws(self, kind: str, number: int = 0) -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
         if self._python is None:
             self._python = Outside(self.module).draws
@@ -142,7 +179,7 @@ class GlobalDraws:
             yield
             return
         before = PythonState()
-        seed = key_of(self._text_of(kind) + "/python")
+        seed = key_of(f"{self._text_of(kind)}/python{number or ''}")
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
@@ -166,12 +203,12 @@ class GlobalDraws:
             term: (outputs, batch) -> loss, which may draw, too.
         """
         if self._engine.is_prepared and len(self._sharers) > 1:
-            self._leave_to_torch("the model was called before its first step, which has cut its layers")
+            self.leave_to_torch("the model was called before its first step, which has cut its layers")
             return
         found = None if share is None else DrawsFound(share)
         trials = DrawTrials(self.module, splitter, self._trial)
         with self._engine.group.ledger.of_checks():
-            self._run(None if found is None else trials.examine(found), term)
+            self._run(None if found is None else trials.examine(found, finds_dims=not self.is_off), term)
             self._agree(found)
         self.is_known = True
         self._found = found if len(self._sharers) > 1 and self.has_draws else None
@@ -228,7 +265,7 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in draws_inside(found.notes).items()]
-            own = [found.draws, found.is_proven, _to_rows(found.dims), inside]
+            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds]
         rows = [row for row in self._engine.everyone.all_gather_json(own, device=self._engine.device) if row]
         self.has_draws = any(row[0] for row in rows) or not rows
         merged: dict[Call, SiteDims | None] = {}
@@ -238,10 +275,16 @@ class GlobalDraws:
         self.dims = {call: dims for call, dims in merged.items() if dims is not None}
         for row in rows:
             self._inside.update({(name, number): counts for name, number, counts in row[3]})
+        if self._why_torch is not None:
+            if self.has_draws:
+                self.leave_to_torch(self._why_torch)
+            return
         if self.has_draws and not all(row[1] for row in rows):
             self.tell(_UNPROVEN)
+        if any(row[4] for row in rows):
+            self.leave_to_torch("a forward seeds torch's generator by itself")
         if not rows:
-            self.tell("the first batch could not be tried in parts, so that sample dims are unknown")
+            self.leave_to_torch("the first batch could not be tried in parts, so that sample dims are unknown")
 
 
 def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:

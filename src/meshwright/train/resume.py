@@ -45,6 +45,20 @@ def fixed_settings(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
+def as_it_began(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with what a former release did in a setting that it did not write, where this one leaves it out.
+
+    Args:
+        config: The configuration.
+        saved: The settings that the run's checkpoint has.
+    """
+    for (section, key), value in _SINCE.items():
+        part = getattr(config, section)
+        if f"{section}.{key}" not in saved and key not in part.model_fields_set:
+            config = config.model_copy(update={section: part.model_copy(update={key: value})})
+    return config
+
+
 def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Refuse to continue a run under settings that would change what it computes.
 
