@@ -27,13 +27,15 @@ from meshwright.trees import tensors_in
 __all__: list[str] = []
 
 _NUM_PARTS = 3
+_NUM_CHANCES = 4
+"""Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_TOLERANCE = 5e-2
 """By how much outputs of parts may differ from the whole's: another mask changes them by far more [fraction]."""
 
 Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence]
-MakeStep = Callable[[Mapping[Call, SiteDims]], contextlib.AbstractContextManager[StepDraws]]
+MakeStep = Callable[[Mapping[Call, SiteDims], int], contextlib.AbstractContextManager[StepDraws]]
 
 
 class TrialDraws:
@@ -41,19 +43,28 @@ class TrialDraws:
 
     Args:
         module: The model.
-        make_step: Gives the context of a step that draws with these dims.
+        make_step: Gives the context of a step that draws with these dims, and numbers that belong to a number.
         first: The place of its first sample.
         num_samples: Its samples [count].
         dims: Known sample dims.
+        chance: The number to which its random numbers belong.
     """
 
     def __init__(
-        self, module: nn.Module, make_step: MakeStep, first: int, num_samples: int, *, dims: Mapping[Call, SiteDims]
+        self,
+        module: nn.Module,
+        make_step: MakeStep,
+        first: int,
+        num_samples: int,
+        *,
+        dims: Mapping[Call, SiteDims],
+        chance: int = 0,
     ) -> None:
         self._module = module
         self._make_step = make_step
         self._forward = ForwardDraws(first, num_samples)
         self._dims = dims
+        self._chance = chance
         self.notes: dict[Call, DrawNote] = {}
         self.outputs: list[Tensor] = []
         self._forward.notes = self.notes
@@ -77,7 +88,7 @@ class TrialDraws:
         torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
         hook = register_module_forward_pre_hook(count)
         try:
-            with self._make_step(self._dims) as step:
+            with self._make_step(self._dims, self._chance) as step:
                 try:
                     with in_step(step), in_forward(self._forward):
                         yield
@@ -106,6 +117,8 @@ class DrawsFound:
     dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
     notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
     """What the whole drew."""
+    inside: dict[Call, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """Draws of each module during each call."""
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
     """The outputs of the whole, with draws by place."""
 
@@ -116,13 +129,17 @@ class DrawTrials:
     Args:
         module: The model.
         splitter: Counts and cuts batches.
-        make_step: Gives the context of a step that draws with these dims.
+        make_step: Gives the context of a step that draws with these dims, and numbers that belong to a number.
+        decides: Whether the model's code may decide by random numbers of Python or NumPy which calls it makes.
     """
 
-    def __init__(self, module: nn.Module, splitter: BatchSplitter, make_step: MakeStep) -> None:
+    def __init__(
+        self, module: nn.Module, splitter: BatchSplitter, make_step: MakeStep, *, decides: bool = False
+    ) -> None:
         self._module = module
         self._splitter = splitter
         self._make_step = make_step
+        self._decides = decides
 
     def examine(self, found: DrawsFound, *, finds_dims: bool = True) -> Trials:
         """Find whether a forward draws; then the sample dims of a share, unless they are of no use, and try them."""
@@ -130,18 +147,23 @@ class DrawTrials:
         whole = yield from self._run([(share, 0)], {})
         found.notes = whole[0].notes
         found.draws = bool(found.notes)
-        if not found.draws or not finds_dims:
+        decides = self._decides or any(math.prod(note.shape) == 1 for note in found.notes.values())
+        if not (found.draws or decides) or not finds_dims:
             return Evidence()
         parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
         firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
         placed = list(zip(parts, firsts, strict=True))
-        pieces = yield from self._run(placed, {})
-        found.seeds = any(whole[0].marks & piece.marks for piece in pieces)
-        for call, note in found.notes.items():
-            shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
-            dims = find_dims([(count(share), note.shape), *shapes])
-            if dims is not None:
-                found.dims[call] = dataclasses.replace(dims, kind=note.kind)
+        for chance in range(_NUM_CHANCES if decides else 1):
+            whole = (yield from self._run([(share, 0)], {}, chance)) if chance else whole
+            if not whole[0].notes:
+                continue
+            pieces = yield from self._run(placed, {}, chance)
+            found.draws = True
+            found.inside = draws_inside(whole[0].notes) | found.inside
+            found.seeds |= any(whole[0].marks & piece.marks for piece in pieces)
+            self._note_dims(found, whole[0], pieces)
+        if not found.draws:
+            return Evidence()
         found.is_proven = yield from self._prove(found, placed, found.dims)
         if not found.is_proven and any(dims.is_merged for dims in found.dims.values()):
             turned = {c: dataclasses.replace(d, is_minor=d.is_merged) for c, d in found.dims.items()}
@@ -150,6 +172,14 @@ class DrawTrials:
                 found.dims.update(turned)
         return Evidence()
 
+    @staticmethod
+    def _note_dims(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
+        for call, note in whole.notes.items():
+            shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
+            dims = find_dims([(whole.num_samples, note.shape), *shapes])
+            if dims is not None:
+                found.dims.setdefault(call, dataclasses.replace(dims, kind=note.kind))
+
     def note_cut(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
         """DrawNote what the cut model draws; found.notes and found.outputs become those of it."""
         cut = yield from self._run([(found.share, 0)], dims)
@@ -157,10 +187,10 @@ class DrawTrials:
         return Evidence()
 
     def _run(
-        self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims]
+        self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], chance: int = 0
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
         draws = [
-            TrialDraws(self._module, self._make_step, first, self._splitter.count(batch), dims=dims)
+            TrialDraws(self._module, self._make_step, first, self._splitter.count(batch), dims=dims, chance=chance)
             for batch, first in batches
         ]
         yield [TrialForward(batch, evaluates=False, draws=own) for (batch, _), own in zip(batches, draws, strict=True)]

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.randomness.gpu import is_there
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_cut
@@ -18,7 +19,7 @@ from meshwright.apply.randomness.sites import Call, ForwardDraws, Names, StepDra
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.batches import BatchSplitter
-from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike, draws_inside
+from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 
@@ -48,6 +49,11 @@ def _why_torch_draws(module: nn.Module, *, num_replicas: int) -> str | None:
         return "devices of one process (data_parallel) draw from one generator"
     if any(_is_compiled(child) for child in module.modules()):
         return "code that torch.compile has compiled draws by itself"
+    slow = [
+        device for device in {p.device for p in module.parameters()} if device.type != "cpu" and not is_there(device)
+    ]
+    if slow:
+        return f"numbers by place have no kernel on {slow[0].type}, and torch operators would make a dropout far slower"
     return None
 
 
@@ -166,6 +172,12 @@ class GlobalDraws:
         return f"{self.seed}/{kind}{place}"
 
     @property
+    def _draws_by_python(self) -> bool:
+        if self._python is None:
+            self._python = Outside(self.module).draws
+        return self._python
+
+    @property
     def _place(self) -> int:
         own = self._engine.everyone.group_rank
         return self._sharers.index(own) if own in self._sharers else 0
@@ -173,9 +185,7 @@ class GlobalDraws:
     @contextlib.contextmanager
     def _python_draws(self, kind: str, number: int = 0) -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
-        if self._python is None:
-            self._python = Outside(self.module).draws
-        if not self._python:
+        if not self._draws_by_python:
             yield
             return
         before = PythonState()
@@ -190,9 +200,10 @@ class GlobalDraws:
     # -- the first batch ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _trial(self, dims: Mapping[Call, SiteDims]) -> Iterator[StepDraws]:
-        with self._python_draws("trial"):
-            yield StepDraws(self._text_of("trial"), self.names, dims, inside=self._inside)
+    def _trial(self, dims: Mapping[Call, SiteDims], chance: int) -> Iterator[StepDraws]:
+        with self._python_draws("trial", chance):
+            text = f"{self._text_of('trial')}{chance or ''}"
+            yield StepDraws(text, self.names, dims, inside=self._inside)
 
     def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
         """Find the sample dims of all draws by trials of the first batch; every rank calls it.
@@ -206,12 +217,26 @@ class GlobalDraws:
             self.leave_to_torch("the model was called before its first step, which has cut its layers")
             return
         found = None if share is None else DrawsFound(share)
-        trials = DrawTrials(self.module, splitter, self._trial)
+        trials = DrawTrials(self.module, splitter, self._trial, decides=self._draws_by_python)
         with self._engine.group.ledger.of_checks():
             self._run(None if found is None else trials.examine(found, finds_dims=not self.is_off), term)
             self._agree(found)
         self.is_known = True
         self._found = found if len(self._sharers) > 1 and self.has_draws else None
+
+    def look_alone(self, batch: Any, splitter: BatchSplitter, term: Term) -> bool:
+        """Tell whether a forward draws, by a trial of this rank alone; where it does not, no rank needs the others' places.
+
+        Args:
+            batch: What the model takes.
+            splitter: Counts samples.
+            term: As for `learn`.
+        """
+        found = DrawsFound(batch)
+        trials = DrawTrials(self.module, splitter, self._trial)
+        run_alone(self._engine, self.module, trials.examine(found, finds_dims=False), term)
+        self.is_known = not found.draws
+        return found.draws
 
     def learn_cut(self, splitter: BatchSplitter, term: Term) -> None:
         """Find which part of a full tensor each rank of a cut layer draws, once layers are cut; every rank calls it.
@@ -264,9 +289,11 @@ class GlobalDraws:
         """Take what all ranks have found."""
         own = None
         if found is not None:
-            inside = [[*call, counts] for call, counts in draws_inside(found.notes).items()]
+            inside = [[*call, counts] for call, counts in found.inside.items()]
             own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds]
-        rows = [row for row in self._engine.everyone.all_gather_json(own, device=self._engine.device) if row]
+        told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
+        self._why_torch = next((why for why, _ in told if why is not None), None)
+        rows = [row for _, row in told if row]
         self.has_draws = any(row[0] for row in rows) or not rows
         merged: dict[Call, SiteDims | None] = {}
         for row in rows:

@@ -63,13 +63,21 @@ class OwnDraws:
         draws = self._draws
         if draws is None or draws.is_known:
             return
-        splitter = BatchSplitter()
+        engine, splitter, share = self._engine, BatchSplitter(), None
         count = self.count(args, kwargs)
-        share = None
-        if count:
-            batch = as_batch(self._engine.module, args, kwargs)
-            given = None if batch is None else map_tensors(batch, torch.Tensor.detach)
-            share = None if given is None else enough_samples([given], splitter)
+        batch = as_batch(engine.module, args, kwargs)
+        given = None if batch is None else map_tensors(batch, torch.Tensor.detach)
+        if given is not None and count == 0:  # what no rank can tell by its samples: two of zeros may draw
+            given = map_tensors(
+                given, lambda tensor: tensor.new_zeros((2, *tensor.shape[1:])) if tensor.dim() else tensor
+            )
+        # Models that draw nothing exchange nothing here: their ranks may not even make the same calls before an error.
+        is_alone = engine.is_prepared and not engine.needs_lockstep and engine.copies == 1
+        if is_alone and (engine.everyone.size > 1 or not count) and given is not None:
+            if not draws.look_alone(given, _AnySize(), _no_loss):
+                return
+        if given is not None and count:
+            share = enough_samples([given], splitter)
         draws.learn(share, splitter, _no_loss)
 
     def learn_cut(self) -> None:
@@ -141,6 +149,17 @@ class OwnDraws:
         first = self._num_samples + round(sum(counts[: group.group_rank]))
         self._num_samples += round(sum(counts))
         return first
+
+
+class _AnySize(BatchSplitter):
+    """Counts samples where they can be counted."""
+
+    def count(self, batch: Any) -> int:
+        """Return the samples of a batch; 0 where its tensors do not agree [count]."""
+        try:
+            return super().count(batch)
+        except ApplyError:
+            return 0
 
 
 @contextlib.contextmanager
