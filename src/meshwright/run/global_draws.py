@@ -92,6 +92,8 @@ class GlobalDraws:
         self._found: DrawsFound | None = None
         self._told: dict[str, None] = {}
         self._python: bool | None = None
+        self._python_apart = False
+        """Whether Python's and NumPy's generators differ for each share and micro-batch."""
         install_operators()
         self._why_torch = _why_torch_draws(module, num_replicas=engine.num_replicas)
         self.is_off = self._why_torch is not None
@@ -164,7 +166,8 @@ class GlobalDraws:
         if self.is_off:
             yield
             return
-        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind, number):
+        apart = f"/{self.share}/{first}" if self._python_apart else ""
+        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind, number, apart):
             yield
 
     def _text_of(self, kind: str) -> str:
@@ -183,13 +186,13 @@ class GlobalDraws:
         return self._sharers.index(own) if own in self._sharers else 0
 
     @contextlib.contextmanager
-    def _python_draws(self, kind: str, number: int = 0) -> Iterator[None]:
+    def _python_draws(self, kind: str, number: int = 0, apart: str = "") -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
         if not self._draws_by_python:
             yield
             return
         before = PythonState()
-        seed = key_of(f"{self._text_of(kind)}/python{number or ''}")
+        seed = key_of(f"{self._text_of(kind)}/python{number or ''}{apart}")
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
@@ -205,6 +208,11 @@ class GlobalDraws:
             text = f"{self._text_of('trial')}{chance or ''}"
             yield StepDraws(text, self.names, dims, inside=self._inside)
 
+    def _trials(self, splitter: BatchSplitter) -> DrawTrials:
+        # Where forwards gather parameters, gradients would have each rank keep them for a backward.
+        with_graph = not self._engine.needs_lockstep
+        return DrawTrials(self.module, splitter, self._trial, decides=self._draws_by_python, with_graph=with_graph)
+
     def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
         """Find the sample dims of all draws by trials of the first batch; every rank calls it.
 
@@ -217,7 +225,7 @@ class GlobalDraws:
             self.leave_to_torch("the model was called before its first step, which has cut its layers")
             return
         found = None if share is None else DrawsFound(share)
-        trials = DrawTrials(self.module, splitter, self._trial, decides=self._draws_by_python)
+        trials = self._trials(splitter)
         with self._engine.group.ledger.of_checks():
             self._run(None if found is None else trials.examine(found, finds_dims=not self.is_off), term)
             self._agree(found)
@@ -233,7 +241,7 @@ class GlobalDraws:
             term: As for `learn`.
         """
         found = DrawsFound(batch)
-        trials = DrawTrials(self.module, splitter, self._trial)
+        trials = self._trials(splitter)
         run_alone(self._engine, self.module, trials.examine(found, finds_dims=False), term)
         self.is_known = not found.draws
         return found.draws
@@ -248,7 +256,7 @@ class GlobalDraws:
         if len(self._sharers) < 2 or not self.has_draws or self.is_off:
             return
         whole, self._found = self._found, None
-        trials = DrawTrials(self.module, splitter, self._trial)
+        trials = self._trials(splitter)
         cut = None if whole is None else DrawsFound(whole.share)
         with self._engine.group.ledger.of_checks():
             self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
@@ -266,6 +274,8 @@ class GlobalDraws:
 
     def _find_cuts(self, whole: DrawsFound, notes: Mapping[Call, Any], told: Sequence[Any], num_samples: int) -> None:
         shapes = [{(name, number): shape for name, number, shape in told[rank]} for rank in self._sharers]
+        for call in whole.notes.keys() - notes.keys():  # of another stage, or not made without gradients
+            self.dims.pop(call, None)
         for call, note in notes.items():
             dims, before = self.dims.get(call), whole.notes.get(call)
             if dims is not None and before is not None:
@@ -290,7 +300,7 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
-            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds]
+            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample]
         told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
@@ -308,6 +318,9 @@ class GlobalDraws:
             return
         if self.has_draws and not all(row[1] for row in rows):
             self.tell(_UNPROVEN)
+        self._python_apart = any(row[5] for row in rows)
+        if self._python_apart:
+            self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")
         if any(row[4] for row in rows):
             self.leave_to_torch("a forward seeds torch's generator by itself")
         if not rows:

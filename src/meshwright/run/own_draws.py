@@ -73,9 +73,9 @@ class OwnDraws:
             )
         # Models that draw nothing exchange nothing here: their ranks may not even make the same calls before an error.
         is_alone = engine.is_prepared and not engine.needs_lockstep and engine.copies == 1
-        if is_alone and (engine.everyone.size > 1 or not count) and given is not None:
-            if not draws.look_alone(given, _AnySize(), _no_loss):
-                return
+        is_alone = is_alone and (engine.everyone.size > 1 or not count)
+        if is_alone and given is not None and not draws.look_alone(given, _AnySize(), _no_loss):
+            return
         if given is not None and count:
             share = enough_samples([given], splitter)
         draws.learn(share, splitter, _no_loss)
@@ -114,16 +114,16 @@ class OwnDraws:
             yield None
             return
         if not draws.has_draws or not torch.is_grad_enabled():
-            with draws.left() if torch.is_grad_enabled() else draws.left(_NO_GRAPH):
+            has_graph = torch.is_grad_enabled()
+            alike = draws.forward("step", 0, 0, self._next(draws, step)) if has_graph else contextlib.nullcontext()
+            with draws.left() if has_graph else draws.left(_NO_GRAPH), alike:
                 yield None
             return
-        draws.step = step
-        first = self._take_place(draws, num_samples)
+        number, first = self._next(draws, step), self._take_place(num_samples)
         if first is None:
-            with draws.left(_NO_PLACE):
+            with draws.left(_NO_PLACE), draws.forward("step", 0, 0, number):
                 yield None
             return
-        number = self._num_forwards - 1
         own = draws.new_step("step")
         placed = draws.forward("step", first, num_samples or 0, number)
         with _stream_of_its_own(f"{self.model_number}/{draws.share}/{own.text}/{number}"), in_step(own), placed:
@@ -132,11 +132,17 @@ class OwnDraws:
             self._recent.append(own)
             keep(own)
 
-    def _take_place(self, draws: GlobalDraws, num_samples: int | None) -> int | None:
+    def _next(self, draws: GlobalDraws, step: int) -> int:
+        """Return the forwards of this step before the one that begins now, which is counted [count]."""
+        draws.step = step
+        if step != self._step:
+            self._step, self._num_samples, self._num_forwards = step, 0, 0
+        self._num_forwards += 1
+        return self._num_forwards - 1
+
+    def _take_place(self, num_samples: int | None) -> int | None:
         """Return the place of this rank's first sample in the step; None, on every rank, where any does not know its number."""
         group = self._engine.group
-        if draws.step != self._step:
-            self._step, self._num_samples, self._num_forwards = draws.step, 0, 0
         counts = [-1.0 if num_samples is None else float(num_samples)]
         if group.size > 1:
             told = torch.zeros(group.size, dtype=torch.float64, device=group.message_device(self._engine.device))
@@ -145,7 +151,6 @@ class OwnDraws:
             counts = told.tolist()
         if min(counts) < 0:
             return None
-        self._num_forwards += 1
         first = self._num_samples + round(sum(counts[: group.group_rank]))
         self._num_samples += round(sum(counts))
         return first

@@ -256,14 +256,9 @@ _kept: weakref.WeakSet[StepDraws] = weakref.WeakSet()
 """Draws of own loops' forwards, which a backward outside of `in_step` may repeat."""
 
 
-def running_step() -> StepDraws | None:
-    """Return the step whose draws are this thread's, if any."""
-    return _running.step
-
-
-def running_forward() -> ForwardDraws | None:
-    """Return the forward that runs in this thread, if any."""
-    return _running.forward
+def draws_by_place() -> bool:
+    """Tell whether what this thread runs draws by place."""
+    return _running.step is not None and _running.step.left is None
 
 
 @contextlib.contextmanager
