@@ -68,7 +68,7 @@ def test_steps_and_seeds_draw_others() -> None:
     assert torch.equal(first, train_noted(0)[0])
 
 
-def test_torchs_generators_are_left_alone_by_default() -> None:
+def test_torchs_generators_draw_where_that_is_asked_for() -> None:
     assert train("gpt", "micro_batches=3", rng="torch").losses != single("gpt").losses
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from meshwright.train.config.checks import hf_config_path
 from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
 
 _CHANGEABLE = {
     "model": {"pretrained"},  # where it began; the directory may be gone
@@ -46,7 +49,9 @@ def fixed_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def as_it_began(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration with what a former release did in a setting that it did not write, where this one leaves it out.
+    """Return a configuration with what the run did in settings that former releases did not write; a change is logged.
+
+    Ranks cannot tell a default from what somebody has asked for: they get the whole configuration.
 
     Args:
         config: The configuration.
@@ -54,7 +59,8 @@ def as_it_began(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
     """
     for (section, key), value in _SINCE.items():
         part = getattr(config, section)
-        if f"{section}.{key}" not in saved and key not in part.model_fields_set:
+        if f"{section}.{key}" not in saved and getattr(part, key) != value:
+            _LOG.warning("%s.%s: this run began with %r, and goes on with it", section, key, value)
             config = config.model_copy(update={section: part.model_copy(update={key: value})})
     return config
 
