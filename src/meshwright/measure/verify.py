@@ -38,6 +38,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DIGEST_LENGTH = 16
 """Hexadecimal digits of a digest: 64 bits [count]."""
+_Reasons = tuple[list[str], list[str]]
 _BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5}
 
 
@@ -105,23 +106,21 @@ def verify_plan(
         devices=devices,
         rng=rng,
     )
-    report = _report_of(job, bound)
-    apart = [note for note in report.notes if note.startswith("rng: ")]
+    report, apart = _report_of(job, bound)
     if report.equal or not apart:
         return report
     build = PreparedModel(build_model, dtype)
-    report = _report_of(dataclasses.replace(job, build=build, rng="torch"), bound)
+    report, _ = _report_of(dataclasses.replace(job, build=build, rng="torch"), bound)
     return dataclasses.replace(report, notes=(*apart, *report.notes))
 
 
-def _report_of(job: _PlanJob, bound: float) -> ParityReport:
+def _report_of(job: _PlanJob, bound: float) -> tuple[ParityReport, list[str]]:
     build, plan, batches, loss_fn, options = job.build, job.plan, job.batches, job.loss_fn, job.options
-    dtype = build.dtype
-    with default_dtype(dtype):
-        notes, lower = _explain(build, plan, dtype, batches[0], loss_fn)
+    with default_dtype(build.dtype):
+        notes, lower = _explain(build, plan, build.dtype, batches[0], loss_fn)
     records, digests, outputs, reasons = _run_job(job)
     unequal_ranks = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    with default_dtype(dtype):
+    with default_dtype(build.dtype):
         settings = {name: value for name, value in vars(options).items() if name != "before_step"}
         if job.rng == "global":
             settings["around"] = PlainDraws(options.seed, loss_fn)
@@ -129,7 +128,7 @@ def _report_of(job: _PlanJob, bound: float) -> ParityReport:
         reference = oracle_steps(build, batches, loss_fn, **settings)
         resolution = measure_resolution(build, batches, loss_fn, reference, bound=bound, found=lower, **settings)
     report = _compare(job, records, reference, resolution)
-    notes += (*reasons, *([resolution.note] if resolution.note else []))
+    notes += (*reasons[0], *reasons[1], *([resolution.note] if resolution.note else []))
     report = dataclasses.replace(
         report,
         equal=report.equal and not unequal_ranks,
@@ -140,7 +139,7 @@ def _report_of(job: _PlanJob, bound: float) -> ParityReport:
     found = None if report.equal else first_difference(outputs, reference[0].outputs, max(bound, resolution.loss))
     if found is not None:
         report = dataclasses.replace(report, first_module=found[0], first_module_difference=found[1])
-    return report
+    return report, reasons[1]
 
 
 def _device_of(plan: Plan, devices: Sequence[Any] | None) -> torch.device:
@@ -198,9 +197,9 @@ class _PlanJob:
     devices: Sequence[Any] | None
     rng: Literal["torch", "global"]
 
-    def run(self) -> tuple[list[StepRecord], list[str]]:
-        """Return the steps, and the plan's reasons about the loss."""
-        reasons: list[str] = []
+    def run(self) -> tuple[list[StepRecord], _Reasons]:
+        """Return the steps, and the plan's reasons about the loss and about draws."""
+        reasons: _Reasons = [], []
         with default_dtype(self.build.dtype):
             records = plan_steps(
                 self.build,
@@ -210,14 +209,15 @@ class _PlanJob:
                 options=self.options,
                 devices=self.devices,
                 with_outputs=True,
-                loss_reasons=reasons,
+                loss_reasons=reasons[0],
+                draw_reasons=reasons[1],
                 sentinel_every=0,  # the report shall name what they would stop at
                 rng=self.rng,
             )
         return records, reasons
 
 
-def _run_job(job: _PlanJob) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs], list[str]]:
+def _run_job(job: _PlanJob) -> tuple[list[StepRecord], list[dict[str, str]], list[RankOutputs], _Reasons]:
     """Return the records of rank 0, or of this rank; each rank's digests and module outputs; and the plan's reasons."""
     world = current_world()
     world_size = 1 if world is None else world.world_size
@@ -251,7 +251,7 @@ def _rank_outputs(job: _PlanJob, rank: int, modules: Mapping[str, ModuleOutputs]
 
 def _rank_result(
     job: _PlanJob,
-) -> tuple[list[StepRecord] | None, dict[str, str], Mapping[str, ModuleOutputs], list[str]]:
+) -> tuple[list[StepRecord] | None, dict[str, str], Mapping[str, ModuleOutputs], _Reasons]:
     # One rank's tensors are sent to the parent; digests of the others show whether they have the same bits.
     records, reasons = job.run()
     world = current_world()

@@ -210,7 +210,7 @@ class GlobalDraws:
 
     def _trials(self, splitter: BatchSplitter) -> DrawTrials:
         # Where forwards gather parameters, gradients would have each rank keep them for a backward.
-        with_graph = not self._engine.needs_lockstep
+        with_graph = not (self._engine.is_prepared and self._engine.needs_lockstep)
         return DrawTrials(self.module, splitter, self._trial, decides=self._draws_by_python, with_graph=with_graph)
 
     def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
