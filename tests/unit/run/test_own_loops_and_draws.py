@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,6 +123,67 @@ def test_a_compiled_layer_is_left_to_torch() -> None:
     with mw.apply_plan(module, "single", loss_fn=_loss, optimizer=Sgd) as model:
         model.step((torch.ones(4, 3), torch.zeros(4, 3)))
         assert any("torch.compile" in reason for reason in _rng_reasons(model))
+
+
+class LooksAtGradients(nn.Module):
+    """Drops where gradients are computed, as code that tells training from sampling by them does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return nn.functional.dropout(x, 0.5) if x.requires_grad else x
+
+
+class SkipsByChance(nn.Module):
+    """Runs a layer with a dropout that most forwards leave out, by a number of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(3, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.drop(x) if random.random() < 0.4 else x
+
+
+@pytest.mark.parametrize("build", [LooksAtGradients, SkipsByChance])
+def test_trials_find_draws_that_some_forwards_make(build: Any) -> None:
+    # Both were taken for models that draw nothing.
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+
+    def train(line: str) -> list[float]:
+        with mw.apply_plan(build, line, loss_fn=lambda out, _: out.square().mean(), optimizer=Sgd, seed=2) as model:
+            losses = [model.step((x, None)).loss for _ in range(4)]
+            assert not _rng_reasons(model)
+        return losses
+
+    assert train("micro_batches=3") == pytest.approx(train("single"), rel=1e-6)
+
+
+class NumpyNoise(nn.Module):
+    """Adds NumPy's noise to each sample, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.randn(*x.shape).astype("float32"))
+        self.seen.append(noise)
+        return self.layer(x) + noise
+
+
+def test_noise_of_numpy_for_each_sample_differs_in_micro_batches_and_is_told() -> None:
+    # It was the same in all of them, without a word.
+    with mw.apply_plan(NumpyNoise, "micro_batches=2", loss_fn=_loss, optimizer=Sgd) as model:
+        model.step((torch.ones(4, 3), torch.zeros(4, 3)))
+        first, second = model.module.seen[-2:]
+        assert not torch.equal(first, second)
+        assert any("a number for each sample" in reason for reason in _rng_reasons(model))
 
 
 class Late(nn.Module):

@@ -8,6 +8,18 @@ from torch import nn
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.sites import ForwardDraws, Names, StepDraws, draws_by_place, in_forward, in_step
+from meshwright.apply.tensor.masks import NotedDropout
+
+
+def test_masks_by_place_have_no_state_to_compare() -> None:
+    # The sentinel of tensor parallelism took those of two shards for equal.
+    def notes(left: str | None) -> int:
+        step = StepDraws("", Names(nn.Identity()), {}, left=left)
+        with in_step(step), in_forward(ForwardDraws(0, 2)), NotedDropout() as noted:
+            nn.functional.dropout(torch.ones(2, 2), 0.5)
+        return len(noted.notes)
+
+    assert (notes(None), notes("left")) == (0, 1)
 
 
 def test_stages_share_a_stream_between_layers_where_torch_draws() -> None:
