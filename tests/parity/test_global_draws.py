@@ -123,11 +123,7 @@ def _square(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     ("build", "line", "why"),
     [
         (DropsRows, "micro_batches=2", "has no known sample dim"),
-        (
-            functools.partial(nn.Sequential, nn.Linear(3, 3), nn.Dropout(0.5)),
-            "data_parallel,dp=2",
-            "devices of one process",
-        ),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), "data_parallel,dp=2", "devices of one process"),
     ],
 )
 def test_verify_drops_nothing_where_draws_have_no_place(build: Any, line: str, why: str) -> None:

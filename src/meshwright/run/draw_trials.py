@@ -171,6 +171,8 @@ class DrawTrials:
         found.notes = whole[0].notes
         found.draws = bool(found.notes)
         decides = self._decides or any(math.prod(note.shape) == 1 for note in found.notes.values())
+        for chance in range(1, _NUM_CHANCES if decides and not finds_dims and not found.draws else 1):
+            found.draws = found.draws or bool((yield from self._run([(share, 0)], {}, chance))[0].notes)
         if not (found.draws or decides) or not finds_dims:
             return Evidence()
         parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
