@@ -135,6 +135,8 @@ class OwnDraws:
     def _next(self, draws: GlobalDraws, step: int) -> int:
         """Return the forwards of this step before the one that begins now, which is counted [count]."""
         draws.step = step
+        if step < self._step:  # an earlier checkpoint was loaded: its forwards make the marks of those that were kept
+            self._recent.clear()
         if step != self._step:
             self._step, self._num_samples, self._num_forwards = step, 0, 0
         self._num_forwards += 1
