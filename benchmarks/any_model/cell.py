@@ -92,7 +92,7 @@ def train_plainly(recipe: dict[str, Any], ranks: int = 1, micro_batches: int = 1
 
 
 def draws_numbers(model: nn.Module, recipe: dict[str, Any]) -> bool:
-    """Tell whether a forward draws random numbers: a mask of patches, positions of noise. Dropout is off."""
+    """Tell whether a forward draws random numbers: a mask of patches, positions of noise, dropout where it is on."""
     trial, states = copy.deepcopy(model), GeneratorStates(torch.device("cpu"))
     _loss(trial, recipe, recipes.make_batch(recipe, 0))
     have_moved = states.have_moved()
@@ -127,7 +127,6 @@ def train_under_plan(recipe: dict[str, Any], line: str, reference: str) -> dict[
                 loss_fn=recipes.loss_of(recipe),
                 optimizer=functools.partial(torch.optim.SGD, lr=LEARNING_RATE),
                 seed=0,
-                rng="global" if expected["draws"] else "torch",
             )
             _train(model, recipe, expected, found)
     except Exception as error:

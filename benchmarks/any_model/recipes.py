@@ -52,7 +52,7 @@ def heads_of(model_type: str) -> list[tuple[str, str]]:
 
 
 def build_hf(recipe: dict[str, Any]) -> nn.Module:
-    """Build the model of a recipe, in float64 and without dropout, all its parameters moved off zero and one."""
+    """Build the model of a recipe, in float64 and with its rate of dropout, all its parameters moved off zero and one."""
     import transformers
 
     config_class = transformers.CONFIG_MAPPING[recipe["type"]]
@@ -64,11 +64,11 @@ def build_hf(recipe: dict[str, Any]) -> nn.Module:
         if getattr(config, name, None) is None:
             setattr(config, name, token)
     model = getattr(transformers, recipe["class"])(config)
-    return prepared(model)
+    return prepared(model, 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0))
 
 
-def prepared(model: nn.Module) -> nn.Module:
-    """Return the model in float64, without dropout, and with values that hide nothing: zeros and ones do."""
+def prepared(model: nn.Module, dropout: float = 0.0) -> nn.Module:
+    """Return the model in float64, with this rate in all dropouts, and with values that hide nothing: zeros and ones do."""
     model = model.double().train()
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -76,7 +76,7 @@ def prepared(model: nn.Module) -> nn.Module:
                 re.search(r"(drop|layerdrop|^p$)", name) and isinstance(value, float) and not isinstance(value, bool)
             )
             if is_rate and (name != "p" or "Drop" in type(module).__name__):
-                setattr(module, name, 0.0)
+                setattr(module, name, dropout if "dropout" in name or name == "p" else 0.0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -175,7 +175,7 @@ def pending(arguments: argparse.Namespace) -> list[tuple[dict[str, Any], str, st
     done = {key for key, verdict in latest.items() if verdict not in again}
     found = []
     all_recipes = [json.loads(line) for line in arguments.recipes.read_text().splitlines()]
-    valid = [recipe for recipe in all_recipes if "problem" not in recipe]
+    valid = [{**recipe, "dropout": arguments.dropout} for recipe in all_recipes if "problem" not in recipe]
     # Drawn order: a sweep that is stopped has seen architectures of all kinds.
     drawn = sorted(
         enumerate(valid), key=lambda item: hashlib.sha1(item[1]["type"].encode(), usedforsecurity=False).hexdigest()
@@ -223,6 +223,7 @@ def main() -> int:
     parser.add_argument("--only", default=".*", help="regular expression of architectures")
     parser.add_argument("--every", type=int, default=1, help="take every n-th architecture")
     parser.add_argument("--again", default="", help="verdicts whose cells run again, once")
+    parser.add_argument("--dropout", type=float, default=0.0, help="rate of all dropouts [fraction]")
     parser.add_argument("--limit", type=float, default=120.0, help="time for a cell [s]")
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--recipes", type=Path, default=HERE / "recipes.jsonl")

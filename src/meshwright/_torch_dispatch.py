@@ -18,6 +18,7 @@ __all__ = [
     "cudnn_rnn",
     "draws_intercepted",
     "draws_untouched",
+    "intercept_draws",
     "is_fake_mode_on",
     "is_transformed",
     "keep_results",
@@ -136,6 +137,15 @@ def draws_intercepted(wanted: bool) -> Generator[None]:
         yield
     finally:
         _DRAWS.include(before)
+
+
+def intercept_draws(wanted: bool) -> None:
+    """Run the operators of `replace_draws`, or torch's own, in this thread from now on.
+
+    Args:
+        wanted: Whether they are replaced.
+    """
+    _DRAWS.include(wanted)
 
 
 def draws_untouched() -> Any:

@@ -45,6 +45,7 @@ __all__ = [
     "ProcessGroupGloo",
     "TorchDispatchMode",
     "WrapperTensor",
+    "compile_cuda",
     "cpu_backend",
     "cpu_backend_name",
     "current_function_mode",
@@ -334,3 +335,8 @@ def offer_monitored_barrier(backend: str) -> None:
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateImportUsage]
 """The code that calls a module's forward: a frame of it has the module as `self`."""
+
+
+def compile_cuda(source: str, name: str) -> Callable[..., None]:
+    """Return a CUDA kernel of this device, compiled by NVRTC; called with `grid`, `block` and `args` (tensors, C ints)."""
+    return torch.cuda._compile_kernel(source, name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

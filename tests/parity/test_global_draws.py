@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_steps_and_seeds_draw_others() -> None:
     assert torch.equal(first, train_noted(0)[0])
 
 
-def test_torchs_generators_are_left_alone_by_default() -> None:
+def test_torchs_generators_draw_where_that_is_asked_for() -> None:
     assert train("gpt", "micro_batches=3", rng="torch").losses != single("gpt").losses
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -100,6 +101,37 @@ def test_verify_runs_with_dropout_on() -> None:
     report = mw.verify_plan(build, mw.Plan.parse("micro_batches=2"), given, loss, num_steps=2, rng="global")
     assert report.equal
     assert not any("switched off" in note or note.startswith("rng") for note in report.notes)
+
+
+class DropsRows(nn.Module):
+    """Drops in as many rows as the values of the batch say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(3, 3), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0)[:, None].expand_as(x)
+        return self.layer(x).masked_scatter(chosen, self.drop(x[x[:, 0] > 0]))
+
+
+def _square(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (outputs - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "line", "why"),
+    [
+        (DropsRows, "micro_batches=2", "has no known sample dim"),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), "data_parallel,dp=2", "devices of one process"),
+    ],
+)
+def test_verify_drops_nothing_where_draws_have_no_place(build: Any, line: str, why: str) -> None:
+    batch = torch.tensor([[1.0, 2, 3], [-1, 0, 1], [2, 1, 0], [-2, 1, 1], [3, 0, 1]]), torch.ones(5, 3)
+    report = mw.verify_plan(build, line, [batch], _square, num_steps=2)
+    assert report.equal
+    assert any(why in note for note in report.notes)
+    assert any("dropout is switched off" in note for note in report.notes)
 
 
 def test_another_choice_is_refused() -> None:

@@ -84,9 +84,9 @@ class PlanStrategy(SingleDeviceStrategy):
             )
         refuse_model(module, self.plan)
         with share_streams.kept(self._world.device):
-            self.parallel = apply_plan(
-                module, self.plan, optimizer=optimizers[0] if optimizers else None, seed=self._seed
-            )
+            given = optimizers[0] if optimizers else None
+            # Draws are those of one process' loop, in which Fabric itself draws by torch's generators.
+            self.parallel = apply_plan(module, self.plan, optimizer=given, seed=self._seed, rng="torch")
         return (
             _Forward(self.parallel, self._world.device, self._seed),
             [self.parallel.optimizer] if optimizers else [],

@@ -131,7 +131,8 @@ class Trainer(transformers.Trainer):
         self._tied = _tied_names(module)
         self._groups = optimizer_file.names_of_groups(optimizer, module)
         with share_streams.kept(self._world.device):
-            self.parallel = apply_plan(module, self.plan, optimizer=optimizer, seed=self.args.seed)
+            # Draws are those of one process' loop, in which transformers itself draws by torch's generators.
+            self.parallel = apply_plan(module, self.plan, optimizer=optimizer, seed=self.args.seed, rng="torch")
         self._planned = PlannedModule(self.parallel)
         self._loss_kind = None
         # What accelerate would do to it, moving state between devices, belongs to the plan.

@@ -54,6 +54,7 @@ def plan_steps(
     split: Callable[[Any, int], list[Any]] | None = None,
     with_outputs: bool = False,
     loss_reasons: list[str] | None = None,
+    draw_reasons: list[str] | None = None,
     sentinel_every: int = DEFAULT_EVERY,
     rng: Literal["torch", "global"] = "torch",
 ) -> list[StepRecord]:
@@ -72,8 +73,9 @@ def plan_steps(
             copies of the modules, and record nothing.
         loss_reasons: The list for the plan's reasons about the loss. With it, a loss that parts of a batch do not give is not
             refused, and its results are compared.
+        draw_reasons: The list for the plan's reasons about random numbers.
         sentinel_every: As for `apply_plan`.
-        rng: As for `apply_plan`.
+        rng: As for `apply_plan`; by default as `oracle_steps` draws.
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
@@ -130,7 +132,8 @@ def plan_steps(
             )
         if loss_reasons is not None:
             loss_reasons += model.stepper.rule.reasons
-            loss_reasons += () if model.stepper.draws is None else model.stepper.draws.reasons
+        if draw_reasons is not None and model.stepper.draws is not None:
+            draw_reasons += model.stepper.draws.reasons
         return records
     finally:
         model.close()

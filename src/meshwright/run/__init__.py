@@ -23,6 +23,7 @@ draw_trials     trials by which they are found
 draws_of_work   random numbers of one step
 gate            refusal of optimizer steps that nothing was exchanged for
 arrivals        refusal of gradients that nothing would exchange
+own_draws       random numbers of forwards that an own loop calls
 own_loop        forward, backward and optimizer as calls of a user's own loop
 own_backward    comparison of such a backward between the ranks
 gather_batch    rows of all ranks of a batch, with gradients

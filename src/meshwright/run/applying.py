@@ -66,7 +66,7 @@ def apply_plan(
     pretrained: str | os.PathLike[str] | None = None,
     sentinel_every: int = DEFAULT_EVERY,
     on_finding: Literal["stop", "warn"] = "stop",
-    rng: Literal["torch", "global"] = "torch",
+    rng: Literal["torch", "global"] = "global",
 ) -> ParallelModel:
     """Lay a plain model over devices as the plan says, without changing what it computes.
 
@@ -95,8 +95,8 @@ def apply_plan(
             device; batches, learning rates and losses are compared in every step. 0 compares nothing [count].
         on_finding: What a difference does, before the optimizer: "stop" raises CorruptionError on every rank, "warn" logs it
             and adds it to the step's result.
-        rng: What decides a forward's random numbers: "torch", its generators, apart for each share of the batch; "global", seed,
-            step, the sample's place in the global batch, the call and the element's place, whatever the plan is.
+        rng: What decides a forward's random numbers: "global", seed, step, the sample's place in the global batch, the call and
+            the element's place, whatever the plan is; "torch", its generators, apart for each share of the batch.
 
     Returns:
         The model, ready for `step`.

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
 from meshwright.apply.randomness.sites import Call, DrawNote, ForwardDraws, StepDraws, in_forward, in_step
+from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.batches import BatchSplitter
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome
 from meshwright.trees import tensors_in
@@ -26,13 +28,17 @@ from meshwright.trees import tensors_in
 __all__: list[str] = []
 
 _NUM_PARTS = 3
+_FEW = 2
+"""Samples by which a model that draws nothing is known [count]."""
+_NUM_CHANCES = 4
+"""Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_TOLERANCE = 5e-2
 """By how much outputs of parts may differ from the whole's: another mask changes them by far more [fraction]."""
 
 Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence]
-MakeStep = Callable[[Mapping[Call, SiteDims]], contextlib.AbstractContextManager[StepDraws]]
+MakeStep = Callable[[Mapping[Call, SiteDims], int], contextlib.AbstractContextManager[StepDraws]]
 
 
 class TrialDraws:
@@ -40,23 +46,39 @@ class TrialDraws:
 
     Args:
         module: The model.
-        make_step: Gives the context of a step that draws with these dims.
+        make_step: Gives the context of a step that draws with these dims, and numbers that belong to a number.
         first: The place of its first sample.
         num_samples: Its samples [count].
         dims: Known sample dims.
+        chance: The number to which its random numbers belong.
+        with_graph: Whether gradients are on, as in a step: code may look at that.
     """
 
     def __init__(
-        self, module: nn.Module, make_step: MakeStep, first: int, num_samples: int, *, dims: Mapping[Call, SiteDims]
+        self,
+        module: nn.Module,
+        make_step: MakeStep,
+        first: int,
+        num_samples: int,
+        *,
+        dims: Mapping[Call, SiteDims],
+        chance: int = 0,
+        with_graph: bool = False,
     ) -> None:
         self._module = module
         self._make_step = make_step
         self._forward = ForwardDraws(first, num_samples)
         self._dims = dims
+        self._chance = chance
+        self._with_graph = with_graph
         self.notes: dict[Call, DrawNote] = {}
         self.outputs: list[Tensor] = []
         self._forward.notes = self.notes
         self.num_samples = num_samples
+        self.marks: frozenset[int] = frozenset()
+        """What torch's generator gave at each draw."""
+        self.uses_python = False
+        """Whether Python's or NumPy's generator has drawn."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -70,10 +92,17 @@ class TrialDraws:
             if id(module) in names:
                 self._forward.module_calls[names[id(module)]] += 1
 
+        # Trials begin with different states: equal marks are of a forward that seeds the generator.
+        torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
         hook = register_module_forward_pre_hook(count)
         try:
-            with self._make_step(self._dims) as step, in_step(step), in_forward(self._forward):
-                yield
+            with self._make_step(self._dims, self._chance) as step:
+                python = PythonState()
+                try:
+                    with in_step(step), in_forward(self._forward), torch.set_grad_enabled(self._with_graph):
+                        yield
+                finally:
+                    self.marks, self.uses_python = step.marks, python.has_moved()
         finally:
             hook.remove()
 
@@ -90,11 +119,17 @@ class DrawsFound:
     """The batch that was tried."""
     draws: bool = False
     """Whether a forward draws."""
+    seeds: bool = False
+    """Whether a forward seeds torch's generator before it draws."""
     is_proven: bool = True
     """Whether parts gave the outputs of the whole."""
+    by_sample: bool = False
+    """Whether Python's or NumPy's generator may draw for each sample."""
     dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
     notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
     """What the whole drew."""
+    inside: dict[Call, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """Draws of each module during each call."""
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
     """The outputs of the whole, with draws by place."""
 
@@ -105,38 +140,73 @@ class DrawTrials:
     Args:
         module: The model.
         splitter: Counts and cuts batches.
-        make_step: Gives the context of a step that draws with these dims.
+        make_step: Gives the context of a step that draws with these dims, and numbers that belong to a number.
+        decides: Whether the model's code may decide by random numbers of Python or NumPy which calls it makes.
+        with_graph: As for `TrialDraws`.
     """
 
-    def __init__(self, module: nn.Module, splitter: BatchSplitter, make_step: MakeStep) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        splitter: BatchSplitter,
+        make_step: MakeStep,
+        *,
+        decides: bool = False,
+        with_graph: bool = False,
+    ) -> None:
         self._module = module
         self._splitter = splitter
         self._make_step = make_step
+        self._decides = decides
+        self._with_graph = with_graph
 
-    def examine(self, found: DrawsFound) -> Trials:
-        """Find the sample dims of a share, and try them."""
+    def examine(self, found: DrawsFound, *, finds_dims: bool = True) -> Trials:
+        """Find whether a forward draws; then the sample dims of a share, unless they are of no use, and try them."""
         share, count = found.share, self._splitter.count
+        if not self._decides and self._splitter.splits_by_row and count(share) >= 2 * _FEW:  # most models draw nothing
+            few = self._splitter.cut(share, count(share) // _FEW)[0]
+            if not (yield from self._run([(few, 0)], {}))[0].notes:
+                return Evidence()
         whole = yield from self._run([(share, 0)], {})
         found.notes = whole[0].notes
         found.draws = bool(found.notes)
-        if not found.draws:
+        decides = self._decides or any(math.prod(note.shape) == 1 for note in found.notes.values())
+        for chance in range(1, _NUM_CHANCES if decides and not finds_dims and not found.draws else 1):
+            found.draws = found.draws or bool((yield from self._run([(share, 0)], {}, chance))[0].notes)
+        if not (found.draws or decides) or not finds_dims:
             return Evidence()
         parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
         firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
         placed = list(zip(parts, firsts, strict=True))
-        pieces = yield from self._run(placed, {})
-        for call, note in found.notes.items():
-            shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
-            dims = find_dims([(count(share), note.shape), *shapes])
-            if dims is not None:
-                found.dims[call] = dataclasses.replace(dims, kind=note.kind)
+        uses_python = False
+        for chance in range(_NUM_CHANCES if decides else 1):
+            whole = (yield from self._run([(share, 0)], {}, chance)) if chance else whole
+            uses_python |= whole[0].uses_python
+            if not whole[0].notes:
+                continue
+            pieces = yield from self._run(placed, {}, chance)
+            found.draws = True
+            found.inside = draws_inside(whole[0].notes) | found.inside
+            found.seeds |= any(whole[0].marks & piece.marks for piece in pieces)
+            self._note_dims(found, whole[0], pieces)
+        if not found.draws and not uses_python:
+            return Evidence()
         found.is_proven = yield from self._prove(found, placed, found.dims)
         if not found.is_proven and any(dims.is_merged for dims in found.dims.values()):
             turned = {c: dataclasses.replace(d, is_minor=d.is_merged) for c, d in found.dims.items()}
             found.is_proven = yield from self._prove(found, placed, turned)
             if found.is_proven:
                 found.dims.update(turned)
+        found.by_sample = uses_python and not found.is_proven
         return Evidence()
+
+    @staticmethod
+    def _note_dims(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
+        for call, note in whole.notes.items():
+            shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
+            dims = find_dims([(whole.num_samples, note.shape), *shapes])
+            if dims is not None:
+                found.dims.setdefault(call, dataclasses.replace(dims, kind=note.kind))
 
     def note_cut(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
         """DrawNote what the cut model draws; found.notes and found.outputs become those of it."""
@@ -145,10 +215,15 @@ class DrawTrials:
         return Evidence()
 
     def _run(
-        self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims]
+        self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], chance: int = 0
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
         draws = [
-            TrialDraws(self._module, self._make_step, first, self._splitter.count(batch), dims=dims)
+            TrialDraws(
+                *(self._module, self._make_step, first, self._splitter.count(batch)),
+                dims=dims,
+                chance=chance,
+                with_graph=self._with_graph,
+            )
             for batch, first in batches
         ]
         yield [TrialForward(batch, evaluates=False, draws=own) for (batch, _), own in zip(batches, draws, strict=True)]

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.randomness.gpu import is_there
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_cut
@@ -18,7 +19,7 @@ from meshwright.apply.randomness.sites import Call, ForwardDraws, Names, StepDra
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.batches import BatchSplitter
-from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike, draws_inside
+from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 
@@ -29,11 +30,35 @@ _UNPROVEN = (
     "rng: parts of the first batch did not give the outputs of the whole with the same random numbers; they may depend on the "
     "layout"
 )
+_LATE = "a forward drew that drew nothing with the first batch, which is left to torch's generator: each rank draws for itself"
 _UNPROVEN_CUT = (
     "rng: the cut model did not give the outputs of the whole one with the same random numbers; they may depend on tp"
 )
 
 Term = Callable[[Any, Any], LossTerm]
+
+
+def _why_torch_draws(module: nn.Module, *, num_replicas: int) -> str | None:
+    """Return why torch's generators draw for a model, whatever `rng` says; None where numbers go by place.
+
+    Args:
+        module: The model.
+        num_replicas: Devices of this process that share the batch out [count].
+    """
+    if num_replicas > 1:
+        return "devices of one process (data_parallel) draw from one generator"
+    if any(_is_compiled(child) for child in module.modules()):
+        return "code that torch.compile has compiled draws by itself"
+    slow = [
+        device for device in {p.device for p in module.parameters()} if device.type != "cpu" and not is_there(device)
+    ]
+    if slow:
+        return f"numbers by place have no kernel on {slow[0].type}, and torch operators would make a dropout far slower"
+    return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 class GlobalDraws:
@@ -67,11 +92,11 @@ class GlobalDraws:
         self._found: DrawsFound | None = None
         self._told: dict[str, None] = {}
         self._python: bool | None = None
+        self._python_apart = False
+        """Whether Python's and NumPy's generators differ for each share and micro-batch."""
         install_operators()
-        if engine.num_replicas > 1:
-            self._leave_to_torch("devices of one process (data_parallel) draw from one generator")
-        elif type(module).__name__ == "OptimizedModule":
-            self._leave_to_torch("code that torch.compile has compiled draws by itself")
+        self._why_torch = _why_torch_draws(module, num_replicas=engine.num_replicas)
+        self.is_off = self._why_torch is not None
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -83,7 +108,8 @@ class GlobalDraws:
         if len(self._told) < _MOST_TOLD:
             self._told[text if text.startswith("rng: ") else f"rng: {text}"] = None
 
-    def _leave_to_torch(self, why: str) -> None:
+    def leave_to_torch(self, why: str) -> None:
+        """Let torch's generators draw from now on, as with rng="torch", and tell why; alike on every rank."""
         self.is_off = self.is_known = True
         self.tell(f"{why}, so that torch's generators draw")
 
@@ -97,31 +123,51 @@ class GlobalDraws:
         """
         if self.is_off:
             return contextlib.nullcontext()
-        return in_step(
-            StepDraws(
-                self._text_of(kind),
-                self.names,
-                self.dims,
-                inside=self._inside,
-                share=f"share {self._engine.group.group_rank}",
-                part=f"part {self._place}",
-                on_unknown=self.tell,
-            )
+        return in_step(self.new_step(kind)) if self.has_draws else self.left(_LATE)
+
+    def new_step(self, kind: str) -> StepDraws:
+        """Return the draws of a step, of an evaluation, or of one forward of an own loop."""
+        return StepDraws(
+            self._text_of(kind),
+            self.names,
+            self.dims,
+            inside=self._inside,
+            share=self.share,
+            part=f"part {self._place}",
+            on_unknown=self.tell,
         )
 
+    def left(self, why: str = _LATE) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which torch's generators draw, and that they do is told."""
+        if self.is_off:
+            return contextlib.nullcontext()
+        return in_step(StepDraws("", self.names, {}, on_unknown=self.tell, left=why))
+
+    @property
+    def has_places(self) -> bool:
+        """Whether ranks need the places of their samples."""
+        return self.has_draws and not self.is_off and self._engine.group.size > 1
+
+    @property
+    def share(self) -> str:
+        """The name of this rank's share of the batch."""
+        return f"share {self._engine.group.group_rank}"
+
     @contextlib.contextmanager
-    def forward(self, kind: str, first: int, num_samples: int) -> Iterator[None]:
+    def forward(self, kind: str, first: int, num_samples: int, number: int = 0) -> Iterator[None]:
         """Run one forward inside the context.
 
         Args:
             kind: As for `running`.
             first: The place of its first sample in the global batch.
             num_samples: Its samples [count].
+            number: Forwards of an own loop before it in this step [count].
         """
         if self.is_off:
             yield
             return
-        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind):
+        apart = f"/{self.share}/{first}" if self._python_apart else ""
+        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind, number, apart):
             yield
 
     def _text_of(self, kind: str) -> str:
@@ -129,20 +175,24 @@ class GlobalDraws:
         return f"{self.seed}/{kind}{place}"
 
     @property
+    def _draws_by_python(self) -> bool:
+        if self._python is None:
+            self._python = Outside(self.module).draws
+        return self._python
+
+    @property
     def _place(self) -> int:
         own = self._engine.everyone.group_rank
         return self._sharers.index(own) if own in self._sharers else 0
 
     @contextlib.contextmanager
-    def _python_draws(self, kind: str) -> Iterator[None]:
+    def _python_draws(self, kind: str, number: int = 0, apart: str = "") -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
-        if self._python is None:
-            self._python = Outside(self.module).draws
-        if not self._python:
+        if not self._draws_by_python:
             yield
             return
         before = PythonState()
-        seed = key_of(self._text_of(kind) + "/python")
+        seed = key_of(f"{self._text_of(kind)}/python{number or ''}{apart}")
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
@@ -153,9 +203,15 @@ class GlobalDraws:
     # -- the first batch ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _trial(self, dims: Mapping[Call, SiteDims]) -> Iterator[StepDraws]:
-        with self._python_draws("trial"):
-            yield StepDraws(self._text_of("trial"), self.names, dims, inside=self._inside)
+    def _trial(self, dims: Mapping[Call, SiteDims], chance: int) -> Iterator[StepDraws]:
+        with self._python_draws("trial", chance):
+            text = f"{self._text_of('trial')}{chance or ''}"
+            yield StepDraws(text, self.names, dims, inside=self._inside)
+
+    def _trials(self, splitter: BatchSplitter) -> DrawTrials:
+        # Where forwards gather parameters, gradients would have each rank keep them for a backward.
+        with_graph = not (self._engine.is_prepared and self._engine.needs_lockstep)
+        return DrawTrials(self.module, splitter, self._trial, decides=self._draws_by_python, with_graph=with_graph)
 
     def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
         """Find the sample dims of all draws by trials of the first batch; every rank calls it.
@@ -166,15 +222,29 @@ class GlobalDraws:
             term: (outputs, batch) -> loss, which may draw, too.
         """
         if self._engine.is_prepared and len(self._sharers) > 1:
-            self._leave_to_torch("the model was called before its first step, which has cut its layers")
+            self.leave_to_torch("the model was called before its first step, which has cut its layers")
             return
         found = None if share is None else DrawsFound(share)
-        trials = DrawTrials(self.module, splitter, self._trial)
+        trials = self._trials(splitter)
         with self._engine.group.ledger.of_checks():
-            self._run(None if found is None else trials.examine(found), term)
+            self._run(None if found is None else trials.examine(found, finds_dims=not self.is_off), term)
             self._agree(found)
         self.is_known = True
         self._found = found if len(self._sharers) > 1 and self.has_draws else None
+
+    def look_alone(self, batch: Any, splitter: BatchSplitter, term: Term) -> bool:
+        """Tell whether a forward draws, by a trial of this rank alone; where it does not, no rank needs the others' places.
+
+        Args:
+            batch: What the model takes.
+            splitter: Counts samples.
+            term: As for `learn`.
+        """
+        found = DrawsFound(batch)
+        trials = self._trials(splitter)
+        run_alone(self._engine, self.module, trials.examine(found, finds_dims=False), term)
+        self.is_known = not found.draws
+        return found.draws
 
     def learn_cut(self, splitter: BatchSplitter, term: Term) -> None:
         """Find which part of a full tensor each rank of a cut layer draws, once layers are cut; every rank calls it.
@@ -186,7 +256,7 @@ class GlobalDraws:
         if len(self._sharers) < 2 or not self.has_draws or self.is_off:
             return
         whole, self._found = self._found, None
-        trials = DrawTrials(self.module, splitter, self._trial)
+        trials = self._trials(splitter)
         cut = None if whole is None else DrawsFound(whole.share)
         with self._engine.group.ledger.of_checks():
             self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
@@ -204,6 +274,8 @@ class GlobalDraws:
 
     def _find_cuts(self, whole: DrawsFound, notes: Mapping[Call, Any], told: Sequence[Any], num_samples: int) -> None:
         shapes = [{(name, number): shape for name, number, shape in told[rank]} for rank in self._sharers]
+        for call in whole.notes.keys() - notes.keys():  # of another stage, or not made without gradients
+            self.dims.pop(call, None)
         for call, note in notes.items():
             dims, before = self.dims.get(call), whole.notes.get(call)
             if dims is not None and before is not None:
@@ -227,9 +299,11 @@ class GlobalDraws:
         """Take what all ranks have found."""
         own = None
         if found is not None:
-            inside = [[*call, counts] for call, counts in draws_inside(found.notes).items()]
-            own = [found.draws, found.is_proven, _to_rows(found.dims), inside]
-        rows = [row for row in self._engine.everyone.all_gather_json(own, device=self._engine.device) if row]
+            inside = [[*call, counts] for call, counts in found.inside.items()]
+            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample]
+        told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
+        self._why_torch = next((why for why, _ in told if why is not None), None)
+        rows = [row for _, row in told if row]
         self.has_draws = any(row[0] for row in rows) or not rows
         merged: dict[Call, SiteDims | None] = {}
         for row in rows:
@@ -238,10 +312,19 @@ class GlobalDraws:
         self.dims = {call: dims for call, dims in merged.items() if dims is not None}
         for row in rows:
             self._inside.update({(name, number): counts for name, number, counts in row[3]})
+        if self._why_torch is not None:
+            if self.has_draws:
+                self.leave_to_torch(self._why_torch)
+            return
         if self.has_draws and not all(row[1] for row in rows):
             self.tell(_UNPROVEN)
+        self._python_apart = any(row[5] for row in rows)
+        if self._python_apart:
+            self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")
+        if any(row[4] for row in rows):
+            self.leave_to_torch("a forward seeds torch's generator by itself")
         if not rows:
-            self.tell("the first batch could not be tried in parts, so that sample dims are unknown")
+            self.leave_to_torch("the first batch could not be tried in parts, so that sample dims are unknown")
 
 
 def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:

@@ -30,6 +30,8 @@ class ForwardMark:
     """What the strategy needs to know again of this call in backward."""
     before: LossGraph
     """What the call's inputs come from."""
+    draws: Any = None
+    """The call's random numbers, by which what backward repeats of it is recognised; held as long as the graph."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.norm import clip_, values_of
+from meshwright.apply.randomness.sites import StepDraws, repeats_recognised
 from meshwright.apply.shards.gradient_hooks import UserHook, guard_step_hooks, is_ours
 from meshwright.errors import ApplyError, ConfigError, NonFiniteError
 from meshwright.ranks.allocator import memory_returned
@@ -64,6 +65,7 @@ class OwnLoop:
         wants_stop: Tells whether this rank was asked to stop.
         on_phase: Called with "forward", "backward" and "optimizer".
         on_update: Called after the optimizer's step.
+        num_steps: Gives the steps of the optimizer so far [count].
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class OwnLoop:
         wants_stop: Callable[[], bool],
         on_phase: Callable[[str], None],
         on_update: Callable[[], None],
+        num_steps: Callable[[], int],
     ) -> None:
         self.stepper = stepper
         self.plan = plan
@@ -85,6 +88,7 @@ class OwnLoop:
         self._wants_stop = wants_stop
         self._on_phase = on_phase
         self._on_update = on_update
+        self._num_steps = num_steps
         self.has_looked_at_graph = False
         """Whether all of a loss's graph has been walked through once."""
         self._value = 0.0
@@ -94,6 +98,7 @@ class OwnLoop:
         if self.has_ranks:
             _LIVE.add(self)
         stepper.gate.own = self
+        stepper.own_draws.model_number = number
 
     def close(self) -> None:
         """Forget the model."""
@@ -113,26 +118,34 @@ class OwnLoop:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's outputs with a graph that `backward` recognises."""
+        self._prepare(args, kwargs)
+        own = self.stepper.own_draws
+        with own.forward(own.count(args, kwargs), step=self._num_steps()) as draws:
+            return self._forward(args, kwargs, draws=draws)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: StepDraws | None) -> Any:
         engine = self.engine
         self._leave_step()
         self._on_phase("forward")
-        self._prepare(args, kwargs)
         if engine.copies > 1:
             self._agree((args, kwargs)).wait()
         before = graph_of([t for t in tensors_in((args, kwargs)) if t.requires_grad])
         with self.stepper.casts.in_forward():
             outputs = engine.own_forward(args, kwargs)
-        mark = ForwardMark(weakref.ref(self), self.num_updates, engine.streams(), before)
+        mark = ForwardMark(weakref.ref(self), self.num_updates, engine.streams(), before, draws)
         mark_outputs(outputs, mark)
         return outputs
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stepper, engine = self.stepper, self.engine
+        if not engine.is_prepared:
+            stepper.refuse_early_change()
+        stepper.own_draws.learn(args, kwargs)
         if engine.is_prepared:
             return
-        stepper.refuse_early_change()
         with memory_returned(), in_training_mode(engine.module), unchanged_draws(engine):
             engine.prepare(lambda module: module(*args, **kwargs))
+            stepper.own_draws.learn_cut()
         stepper.is_now_prepared()
 
     def _agree(self, batch: Any, *, moved: bool = False) -> Agreement:
@@ -155,13 +168,12 @@ class OwnLoop:
 
     def loss(self, batch: Any) -> Loss:
         """Return the loss of this rank's share, by the `loss_fn` of the plan, with what it counts."""
-        return self.stepper.own_loss(batch, self.forward if self.has_ranks else self.stepper.forward_in_dtype)
+        return self.stepper.own_loss(batch, self._forward, step=self._num_steps())
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor | Loss, weight: float | torch.Tensor | None, *, retain_graph: bool) -> float:
         """Add the gradient of the global mean of this loss to the gradients, and return the mean."""
-        self.refuse_global_draws()
         if not self.engine.takes_own_loops:
             raise ApplyError(
                 f"model.backward() was called under the plan '{self.plan}', whose forward and backward are one work of "
@@ -176,10 +188,9 @@ class OwnLoop:
         value = loss.sum if isinstance(loss, Loss) else loss
         graph = graph_of([value])
         work = OwnBackward(self, loss, weight, graph, sorted(_LIVE, key=lambda loop: loop.number))
-        for loop in work.loops:
-            loop.refuse_global_draws()
         found = self._value = work.agree()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(repeats_recognised())
             for loop in work.loops:
                 stack.enter_context(loop.engine.switch.plain())
             kept = [loop.engine.take_gradients() for loop in work.loops]
@@ -191,15 +202,6 @@ class OwnLoop:
             for loop, gradients in zip(work.loops, kept, strict=True):
                 loop.end_backward(gradients)
         return found
-
-    def refuse_global_draws(self) -> None:
-        """Refuse an own backward of a model whose random numbers go by their samples' places."""
-        if self.stepper.draws is not None:
-            raise ApplyError(
-                "model.backward() was called with rng='global' (rule: the place of a sample in the global batch is known in "
-                "model.step alone)",
-                fix="mw.apply_plan(..., rng='torch'), or call model.step(batch)",
-            )
 
     def follow_switched(self) -> None:
         """Follow a change of `requires_grad`, made on every rank."""
@@ -316,6 +318,8 @@ class OwnLoop:
     def after_optimizer(self) -> None:
         """Spread the new values; called by the gate."""
         if self._around_step is None:
+            if not self.has_ranks:  # a plain loss.backward() came before it
+                self._on_update()
             return
         engine = self.engine
         try:
@@ -336,5 +340,6 @@ class OwnLoop:
 
 def _backward_alone(loss: torch.Tensor | Loss, *, retain_graph: bool) -> float:
     value = loss.sum / loss.weight if isinstance(loss, Loss) else loss
-    torch.autograd.backward(value, retain_graph=retain_graph)
+    with repeats_recognised():
+        torch.autograd.backward(value, retain_graph=retain_graph)
     return value.item()

@@ -85,6 +85,7 @@ class ParallelModel:
             wants_stop=world.stop_requested,
             on_phase=lambda phase: world.report_progress(0 if (model := own()) is None else model.num_steps, phase),
             on_update=lambda: _count_step(own()),
+            num_steps=lambda: 0 if (model := own()) is None else model.num_steps,
         )
         self.num_steps = 0
         """Calls of `step`, and steps of the optimizer in an own loop, so far [count]."""
@@ -215,10 +216,11 @@ class ParallelModel:
         is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         engine = self.engine
         with engine.switch.plain(), self.told("forward"), self.stepper.casts.taken_in():
-            if not is_trained or not (self._own_loop.has_ranks or engine.num_replicas > 1):
-                return self.stepper.forward_in_dtype(args, kwargs)
-            if engine.takes_own_loops:
+            has_ranks = self._own_loop.has_ranks
+            if is_trained and engine.takes_own_loops and (has_ranks or self.stepper.draws is not None):
                 return self._own_loop.forward(args, kwargs)
+            if not is_trained or not (has_ranks or engine.num_replicas > 1):
+                return self.stepper.forward_in_dtype(args, kwargs)
             with torch.no_grad():
                 outputs = self.stepper.forward_in_dtype(args, kwargs)
         return without_backward(outputs, str(self._plan))

@@ -37,6 +37,7 @@ from meshwright.run.losses.loss import Loss, LossRule, LossTerm
 from meshwright.run.losses.settle import ModelWatch, enough_samples, settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.optimizer_draws import OptimizerDraws
+from meshwright.run.own_draws import OwnDraws
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.sentinels.sentinels import Sentinels
@@ -98,6 +99,7 @@ class Stepper:
         self._waiting: list[Callable[[], None]] = []
         self.gate = gate or OptimizerGate(None)
         self.draws = draws
+        self.own_draws = OwnDraws(draws, engine, splitter)
         self._watch()
 
     def close(self) -> None:
@@ -188,13 +190,15 @@ class Stepper:
         if self.engine.is_prepared:
             return self.engine.forward(args, kwargs)
         self.refuse_early_change()
+        self.own_draws.learn(args, kwargs)
         outputs = self.engine.forward(args, kwargs)
+        self.own_draws.learn_cut()
         self.is_now_prepared()
         return outputs
 
     def forward_in_dtype(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `forward` in the dtype of the plan, or of the user's autocast."""
-        with self.casts.in_forward():
+        with self.casts.in_forward(), self.own_draws.without_graph():
             return self.forward(args, kwargs)
 
     def when_prepared(self, run: Callable[[], None]) -> None:
@@ -234,11 +238,6 @@ class Stepper:
     def _draws_of(self, kind: str) -> DrawsOfWork | None:
         return None if self.draws is None else DrawsOfWork(self.draws, kind, self.splitter)
 
-    def _learn_draws(self, parts: list[Any]) -> None:
-        if self.draws is None or self.draws.is_known:
-            return
-        self.draws.learn(enough_samples(parts, self.splitter), self.splitter, self._try_term)
-
     def _try_term(self, outputs: Any, batch: Any) -> LossTerm:
         return self.rule.try_term(outputs, batch, 1.0)
 
@@ -250,7 +249,8 @@ class Stepper:
             parts,
             micro_batches=None if self.micro_batch_size else self.micro_batches,
         )
-        self._learn_draws(parts)
+        if self.draws is not None and not self.draws.is_known:
+            self.draws.learn(enough_samples(parts, self.splitter), self.splitter, self._try_term)
 
     def is_now_prepared(self) -> None:
         """Take note that the strategy has looked at a first batch."""
@@ -283,9 +283,10 @@ class Stepper:
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
         is_there = self.engine.everyone.shares_memory
-        has_places = self.draws is not None and self.draws.has_draws and self.engine.group.size > 1
-        knows_first = is_there or self.engine.agrees_first or may_try or self.sentinels.needs_agreement_first
-        knows_first = knows_first or has_places
+        has_places = self.draws is not None and self.draws.has_places
+        knows_first = (
+            is_there or self.engine.agrees_first or may_try or self.sentinels.needs_agreement_first or has_places
+        )
         agreement = Agreement(
             self.engine.everyone,
             self.engine.device,
@@ -318,8 +319,8 @@ class Stepper:
 
     # -- own loops ------------------------------------------------------------------------------------------------
 
-    def own_loss(self, batch: Any, forward: Callable[..., Any]) -> Loss:
-        """Return the loss of this rank's share with what it counts; `forward(args, kwargs)` runs the model."""
+    def own_loss(self, batch: Any, forward: Callable[..., Any], *, step: int) -> Loss:
+        """Return the loss of this rank's share with what it counts; `forward(args, kwargs, draws=...)` runs the model."""
         if not self.splitter.count(batch):
             raise ConfigError(
                 "model.loss() was given a share without samples",
@@ -329,11 +330,12 @@ class Stepper:
         self._prepare([part])
         weight = self.rule.known_weight(part)
         self._watch_loss.begin(batch, is_due=False)
-        outputs = forward(*model_inputs(part))
-        with self.engine.switch.user_code(), self._terms.autocast():
-            term = self._terms.empty(outputs) if not weight else self.rule.term(outputs, part, weight)
-            with self.engine.group.ledger.of_checks():
-                self._watch_loss.look(outputs, part)
+        with self.own_draws.forward(self.splitter.count(part), step=step) as draws:
+            outputs = forward(*model_inputs(part), draws=draws)
+            with self.engine.switch.user_code(), self._terms.autocast():
+                term = self._terms.empty(outputs) if not weight else self.rule.term(outputs, part, weight)
+                with self.engine.group.ledger.of_checks():
+                    self._watch_loss.look(outputs, part)
         if self._watch_loss.failure is not None:
             raise self._watch_loss.failure
         return Loss(term.value * term.weight if term.is_mean else term.value, term.weight)

@@ -18,7 +18,7 @@ from meshwright.run.checkpoints.loading import Loaded, load
 from meshwright.run.checkpoints.saving import Retention, is_saved, save, wait_for_checkpoint
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.resume import fixed_settings, refuse_changes
+from meshwright.train.resume import as_it_began, fixed_settings, refuse_changes
 
 __all__: list[str] = []
 
@@ -227,8 +227,8 @@ def _wait(model: ParallelModel) -> bool:
     return True
 
 
-def agree_on_start(config: TrainConfig, world: World, *, resume: bool) -> bool:
-    """Return whether the run continues, as rank 0 says, after a look at what it would continue; before the model is built.
+def agree_on_start(config: TrainConfig, world: World, *, resume: bool) -> tuple[bool, TrainConfig]:
+    """Return whether the run continues, as rank 0 says, and its configuration; before the model is built.
 
     What former processes left unfinished is deleted: rank 0's process holds the run's lock, or its launching process does.
 
@@ -257,8 +257,9 @@ def agree_on_start(config: TrainConfig, world: World, *, resume: bool) -> bool:
         kind: type[MeshwrightError] = CheckpointError if told["kind"] == CheckpointError.__name__ else StorageError
         raise kind(told["message"], fix=told["fix"])
     if told["resume"]:
+        config = as_it_began(config, told["settings"])
         refuse_changes(told["settings"], fixed_settings(config), told["path"])
-    return told["resume"]
+    return told["resume"], config
 
 
 def _look_into_newest(store: Store) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from meshwright.train.config.checks import hf_config_path
 from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
 
 _CHANGEABLE = {
     "model": {"pretrained"},  # where it began; the directory may be gone
@@ -43,6 +46,23 @@ def fixed_settings(config: TrainConfig) -> dict[str, Any]:
         # The file may say something else by now, which no shape need show: the number of heads, for example.
         settings["the file of model.target"] = json.loads(hf_config_path(config).read_text(encoding="utf-8"))
     return settings
+
+
+def as_it_began(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with what the run did in settings that former releases did not write; a change is logged.
+
+    Ranks cannot tell a default from what somebody has asked for: they get the whole configuration.
+
+    Args:
+        config: The configuration.
+        saved: The settings that the run's checkpoint has.
+    """
+    for (section, key), value in _SINCE.items():
+        part = getattr(config, section)
+        if f"{section}.{key}" not in saved and getattr(part, key) != value:
+            _LOG.warning("%s.%s: this run began with %r, and goes on with it", section, key, value)
+            config = config.model_copy(update={section: part.model_copy(update={key: value})})
+    return config
 
 
 def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:

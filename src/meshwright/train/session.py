@@ -91,7 +91,8 @@ class _Session:
 
     def run(self, *, resume: bool) -> dict[str, Any]:
         self._enter("build")
-        resume = agree_on_start(self.config, self.world, resume=resume)
+        resume, self.config = agree_on_start(self.config, self.world, resume=resume)
+        self.state = RunState(self.config)
         model = apply_config(self.config, starts=not resume)
         with model:
             if model.optimizer is None:

@@ -151,8 +151,8 @@ def plain(block: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def planned(block: str, plan: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Train under a plan."""
-    model = mw.apply_plan(build(block), plan, loss_fn=mean, optimizer=sgd, sentinel_every=2)
+    """Train under a plan, beside a plain loop whose generators a script has seeded."""
+    model = mw.apply_plan(build(block), plan, loss_fn=mean, optimizer=sgd, sentinel_every=2, rng="torch")
     losses = [model.step(mw.split_batch(batch(step), model)).loss for step in range(num_steps)]
     return losses, model.full_state_dict()
 
@@ -168,7 +168,7 @@ def unseeded(plan: str) -> list[list[float]]:
         module = build(block)
         random.seed(os.getpid())
         np.random.seed(os.getpid())
-        model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=sgd)
+        model = mw.apply_plan(module, plan, loss_fn=mean, optimizer=sgd, rng="torch")
         losses = [model.step(batch(step)).loss for step in range(3)]
         found.append([*losses, module.blocks[0].get_parameter("norm.weight").sum().item()])
     return found

@@ -113,6 +113,7 @@ def run_planned(name: str, plan: str) -> Record:
         f"{plan},micro_batches={MICRO_BATCHES}",
         loss_fn=script.loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        rng="torch",  # as the plain loop beside it, whose generators go on
     )
     record = Record([], [], [], {}, [])
     with model:

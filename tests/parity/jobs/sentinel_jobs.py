@@ -247,7 +247,7 @@ def train_with_clamps(plan: str, bound: float) -> dict[str, Any]:
 
 
 def train_with_draws(plan: str, draws: str) -> dict[str, Any]:
-    """Train with dropout while nobody, everybody, or rank 0 alone draws a number before each step."""
+    """Train with torch's dropout while nobody, everybody, or rank 0 alone draws a number before each step."""
 
     def before(number: int, model: mw.ParallelModel, share: Any) -> Any:
         del number, model
@@ -262,7 +262,7 @@ def train_with_draws(plan: str, draws: str) -> dict[str, Any]:
     logger.addHandler(handler)
     try:
         options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "sentinel_every": 2}
-        with mw.apply_plan(functools.partial(build_net, 0.3), plan, **options) as model:
+        with mw.apply_plan(functools.partial(build_net, 0.3), plan, rng="torch", **options) as model:
             told = step_until_told(model, 4, before)
             whole = {
                 name: p.detach().clone() for name, p in model.module.named_parameters() if name.endswith("norm.weight")

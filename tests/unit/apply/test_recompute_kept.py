@@ -199,4 +199,8 @@ def test_a_digest_tells_values_and_places(dtype: torch.dtype) -> None:
     others = [tensor * 2, -tensor, tensor.flip(0), tensor + 1, tensor[:, :5], tensor.roll(1, 1)]
     assert len({digest(each) for each in (tensor, *others)}) == 7
     assert digest(tensor) == digest(tensor.clone()) == digest(tensor.t().contiguous().t())
+    column = tensor[
+        :, 1
+    ]  # of one dim, whose entries do not lie side by side: a layer called with `ids[:, t]` was an error
+    assert digest(column) == digest(column.clone())
     assert digest(torch.empty(2, device="meta")) is None

@@ -9,7 +9,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
-from meshwright.train.resume import fixed_settings, refuse_changes
+from meshwright.train.resume import as_it_began, fixed_settings, refuse_changes
 
 CONFIG = """
 model = { target = "user_model:build", kwargs = { heads = 2 } }
@@ -49,6 +49,16 @@ def settings(folder, *overrides, **options):
 )
 def test_what_leaves_the_numbers_alone_may_change(folder, override):
     refuse_changes(settings(folder), settings(folder, override), "it")
+
+
+def test_a_run_of_a_former_release_goes_on_with_the_generators_that_it_began_with(folder):
+    # They drew by torch, wrote nothing of it, and the default is another one now.
+    saved = {name: value for name, value in settings(folder).items() if name != "train.rng"}
+    config = load_config(folder / "c.toml", ["train.steps=9"])
+    assert config.train.rng == "global"
+    assert as_it_began(config, saved).train.rng == "torch"
+    refuse_changes(saved, fixed_settings(as_it_began(config, saved)), "it")
+    assert as_it_began(config, settings(folder)).train.rng == "global"
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2,dp=2", "pp=2,micro_batches=4", "zero3,dp=4"])

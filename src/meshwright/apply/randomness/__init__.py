@@ -2,6 +2,7 @@
 
 philox           counter-based numbers by the places of elements
 native           the same bits from C++, built once where there is a compiler
+gpu              the same bits from a CUDA kernel
 distributions    uniform, Bernoulli, normal, exponential numbers, integers
 sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
 sites            calls that draw, the step and forward that they belong to

@@ -6,12 +6,12 @@ by torch in float64 and rounded to the wanted dtype.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from meshwright.apply.randomness.native import fill_kept, fill_uniform, fill_words, takes
+from meshwright.apply.randomness import gpu, native
 from meshwright.apply.randomness.philox import ElementPlace, words_at
 
 __all__: list[str] = []
@@ -23,12 +23,21 @@ _SMALL_RANGE: Final = 2**31
 _OPEN_BITS: Final = 52
 
 
+def takes(place: ElementPlace, device: torch.device) -> bool:
+    """Tell whether native code can fill a tensor on a device."""
+    return native.takes(place, device) if device.type == "cpu" else gpu.is_there(device)
+
+
+def _native(device: torch.device) -> Any:
+    return native if device.type == "cpu" else gpu
+
+
 def words(place: ElementPlace, plane: int, device: torch.device) -> Tensor:
     """Return a word for each element: int64, values below 2**32, one dim."""
     if not takes(place, device):
         return words_at(place, plane, device)
-    bits = torch.empty(place.count, dtype=torch.int32)
-    fill_words(bits, place, plane)
+    bits = torch.empty(place.count, dtype=torch.int32, device=device)
+    _native(device).fill_words(bits, place, plane)
     return bits.to(torch.int64) & (_WORD - 1)
 
 
@@ -38,7 +47,7 @@ def fill_bernoulli(out: Tensor, place: ElementPlace, probability: float) -> None
     if most < 0 or most == _WORD - 1:
         out.fill_(most >= 0)
     elif takes(place, out.device) and not out.is_complex():
-        fill_kept(out, place, most)
+        _native(out.device).fill_kept(out, place, most)
     else:
         out.copy_((words_at(place, 0, out.device) <= most).view(out.shape))
 
@@ -47,15 +56,15 @@ def uniform(place: ElementPlace, dtype: torch.dtype, device: torch.device) -> Te
     """Return uniform numbers in [0, 1) of a floating dtype, one dim: multiples of 2**-53, 2**-24, 2**-11 or 2**-8."""
     if dtype == torch.float64:
         if takes(place, device):
-            out = torch.empty(place.count, dtype=dtype)
-            fill_uniform(out, place, 53)
+            out = torch.empty(place.count, dtype=dtype, device=device)
+            _native(device).fill_uniform(out, place, 53)
             return out
         both = (words_at(place, 0, device) << 21) | (words_at(place, 1, device) >> 11)
         return both.to(dtype) * 2.0**-53
     bits = _BITS[dtype]
     if takes(place, device):
-        out = torch.empty(place.count, dtype=torch.float32)
-        fill_uniform(out, place, bits)
+        out = torch.empty(place.count, dtype=torch.float32, device=device)
+        _native(device).fill_uniform(out, place, bits)
         return out.to(dtype)
     return ((words_at(place, 0, device) >> (32 - bits)).to(torch.float32) * 2.0**-bits).to(dtype)
 

@@ -68,6 +68,8 @@ def _as_torch(name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _guarded(name: str, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Run a replaced operator, or torch's own where the call has a generator, or a tensor without plain memory."""
+    if is_fake_mode_on():  # a trace, of torch.compile for example
+        return _as_torch(name, *args, **kwargs)
     if is_transformed():
         tell_own(f"{name} inside of torch.func")
         return _as_torch(name, *args, **kwargs)
@@ -82,8 +84,6 @@ def _guarded(name: str, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
         if type(value) not in _PLAIN or value.layout != torch.strided:
             tell_own(f"{name} of a {type(value).__name__}")
             return _as_torch(name, *args, **kwargs)
-    if is_fake_mode_on():
-        return _as_torch(name, *args, **kwargs)
     kwargs.pop("generator", None)
     result = kernel(*args, **kwargs)
     return _as_torch(name, *args, **kwargs) if result is NotImplemented else result

@@ -3,8 +3,8 @@
 A call is known by the innermost module whose forward is running and by its number among that module's draws in this forward. So
 a pipeline stage, which runs some modules only, names the calls of those as one process does.
 
-In backward, a checkpoint repeats forwards. It restores torch's generator, from which each draw takes a number first: by that
-number a repeated draw is recognised, whoever wrote the checkpoint.
+In backward, a checkpoint repeats forwards. It restores torch's generator, from which each draw takes a number first (its mark):
+by that a repeated draw is recognised, whoever wrote the checkpoint. A forward of an own loop is `kept` for its backward.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_dispatch import draws_intercepted, draws_untouched
+from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
 from meshwright._torch_private import MODULE_CALL, is_in_backward
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
@@ -121,6 +121,7 @@ class StepDraws:
         share: The name of this rank's share, for calls that cannot be known.
         part: The name of this rank among those that share layers, for calls whose cut cannot be known.
         on_unknown: Called with a text about a call that draws for this rank alone.
+        left: Why torch's generators draw, for `on_unknown`; None: they do not.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class StepDraws:
         share: str = "",
         part: str = "",
         on_unknown: Callable[[str], None] = lambda _: None,
+        left: str | None = None,
     ) -> None:
         self.text = text
         self.names = names
@@ -141,38 +143,41 @@ class StepDraws:
         self.share = share
         self.part = part
         self.on_unknown = on_unknown
+        self.left = left
         self._known: dict[int, tuple[Call, ForwardDraws]] = {}
         self._twice: set[int] = set()
 
-    def call_at(self, mark: int, forward: ForwardDraws | None) -> tuple[Call, ForwardDraws] | None:
-        """Return the call that draws now, and its forward; None where none is running.
+    @property
+    def marks(self) -> frozenset[int]:
+        """The marks of all draws so far."""
+        return frozenset(self._known)
+
+    def call_at(self, mark: int, forward: ForwardDraws) -> Call:
+        """Return the call of a forward that draws now.
 
         Args:
             mark: The number that torch's generator gave.
             forward: The forward that is running.
+        """
+        call, before = forward.next_call(self.names.find()), self._known.get(mark)
+        if before is not None and (before[0] != call or before[1] is not forward):
+            self._twice.add(mark)
+        self._known[mark] = call, forward
+        return call
+
+    def repeated(self, mark: int) -> tuple[Call, ForwardDraws] | None:
+        """Return the call that backward repeats, and its forward; None where this step has not made it.
 
         Raises:
-            ApplyError: A repeated draw cannot be told from another.
+            ApplyError: It cannot be told from another.
         """
-        if is_in_backward():
-            if mark in self._twice:
-                raise ApplyError(
-                    "a forward that is repeated in backward seeds torch's generator, so that its draws cannot be told apart "
-                    "with rng='global'",
-                    fix="use recompute=none, mw.apply_plan(..., rng='torch'), or torch.rand(..., generator=...) for such numbers",
-                )
-            if mark not in self._known:
-                self.on_unknown(
-                    "code that runs in backward draws, which is left to torch's generator: each rank draws for itself"
-                )
-            return self._known.get(mark)
-        if forward is None:
-            return None
-        before, found = self._known.get(mark), (forward.next_call(self.names.find()), forward)
-        if before is not None and (before[0] != found[0] or before[1] is not forward):
-            self._twice.add(mark)
-        self._known[mark] = found
-        return found
+        if mark in self._twice:
+            raise ApplyError(
+                "a forward that is repeated in backward seeds torch's generator, so that its draws cannot be told apart "
+                "with rng='global'",
+                fix="use recompute=none, mw.apply_plan(..., rng='torch'), or torch.rand(..., generator=...) for such numbers",
+            )
+        return self._known.get(mark)
 
     def place_of(self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], kind: str) -> ElementPlace:
         """Return the places of a call's elements, in a tensor of this shape."""
@@ -247,16 +252,13 @@ class _Running(threading.local):
 _running = _Running()
 _under_way: list[StepDraws] = []
 """Steps that run in this process, for autograd's threads of other devices, in which backward repeats forwards."""
+_kept: weakref.WeakSet[StepDraws] = weakref.WeakSet()
+"""Draws of own loops' forwards, which a backward outside of `in_step` may repeat."""
 
 
-def running_step() -> StepDraws | None:
-    """Return the step whose draws are this thread's, if any."""
-    return _running.step
-
-
-def running_forward() -> ForwardDraws | None:
-    """Return the forward that runs in this thread, if any."""
-    return _running.forward
+def draws_by_place() -> bool:
+    """Tell whether what this thread runs draws by place."""
+    return _running.step is not None and _running.step.left is None
 
 
 @contextlib.contextmanager
@@ -273,6 +275,20 @@ def in_step(step: StepDraws | None) -> Iterator[None]:
         _running.step, _running.forward = before
         if step is not None:
             _under_way.remove(step)
+
+
+def keep(step: StepDraws) -> None:
+    """Recognise, as long as this object lives, what a backward outside of `in_step` repeats of its forward.
+
+    This thread's draws go through Python from now on; outside of backward torch's own answer, until nothing is kept.
+    """
+    _kept.add(step)
+    intercept_draws(True)
+
+
+def repeats_recognised() -> contextlib.AbstractContextManager[None]:
+    """Return the context of a backward that may repeat kept forwards, in another thread than theirs too."""
+    return draws_intercepted(True) if _kept else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -323,21 +339,47 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
         shape: Of the tensor.
         kind: What draws, for messages.
     """
-    step = _running.step
-    if step is None and _under_way and is_in_backward():
-        step = _under_way[-1]
+    step, forward, repeats = _running.step, _running.forward, is_in_backward()
+    if repeats:
+        steps = [step] if step is not None else [*reversed(_under_way), *_kept]
+        found = _repeated_draw([one for one in steps if one.left is None])
+        if found is None and step is not None and step.left is None:
+            step.on_unknown(
+                "code that runs in backward draws, which is left to torch's generator: each rank draws for itself"
+            )
+        return None if found is None else found[0].place_of(*found[1:], shape, kind)
     if step is None:
+        if not _kept:
+            intercept_draws(False)
         return None
-    with draws_untouched():
-        mark = int(torch.empty((), dtype=torch.int64).random_())
-    found = step.call_at(mark, _running.forward)
-    if found is None:
+    if step.left is not None:
+        step.on_unknown(step.left)
         return None
-    call, forward = found
+    if forward is None:
+        return None
+    call = step.call_at(_mark(), forward)
     if forward.notes is not None:
         within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
         forward.notes[call] = DrawNote(kind, shape, _running.slicing, within)
     return step.place_of(call, forward, shape, kind)
+
+
+def _mark() -> int:
+    with draws_untouched():
+        return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def _repeated_draw(steps: Sequence[StepDraws]) -> tuple[StepDraws, Call, ForwardDraws] | None:
+    """Return the call that backward repeats now, with the step and the forward that made it."""
+    if not steps:
+        return None
+    state, mark = torch.get_rng_state(), _mark()
+    for step in steps:
+        found = step.repeated(mark)
+        if found is not None:
+            return step, *found
+    torch.set_rng_state(state)  # a forward of another model, which torch's generator has drawn for, takes no marks
+    return None
 
 
 def tell_own(kind: str) -> None:

@@ -75,7 +75,7 @@ def digest(tensor: Tensor) -> int | None:
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return None
     with torch.no_grad(), without_dispatch_modes(), without_function_modes():
-        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         size = flat.element_size()
         bits = flat.view(torch.int32 if size % 4 == 0 else torch.int16 if size == 2 else torch.int8)
         total = torch.zeros((), dtype=torch.int64, device=flat.device)

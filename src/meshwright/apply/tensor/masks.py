@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.finding import Finding
+from meshwright.apply.randomness.sites import draws_by_place
 from meshwright.apply.tensor.search.operations import WithoutDropout
 from meshwright.apply.tensor.types.pointwise import drops
 from meshwright.apply.tensor.types.typed_run import name_of
@@ -26,11 +27,13 @@ class NotedDropout(WithoutDropout):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[tuple[tuple[int, ...], int]] = []
+        # Numbers by place come from no state: whether shards draw the parts of one mask was tried with the first batch.
+        self._by_place = draws_by_place()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if args and isinstance(args[0], Tensor) and drops(name_of(func), args, kwargs or {}):
+        if not self._by_place and args and isinstance(args[0], Tensor) and drops(name_of(func), args, kwargs or {}):
             tensor = args[0]
             state = torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
             self.notes.append((tuple(tensor.shape), zlib.crc32(state.numpy().data)))

@@ -155,8 +155,8 @@ class TrainSection(_Section):
     """Steps between two comparisons of what ranks must have alike; 0: none."""
     on_finding: Literal["stop", "warn"] = "stop"
     """What a difference does, before the optimizer."""
-    rng: Literal["torch", "global"] = "torch"
-    """What decides a forward's random numbers: torch's generators, or seed, step, sample, call and element, whatever the plan."""
+    rng: Literal["torch", "global"] = "global"
+    """What decides a forward's random numbers: seed, step, sample, call and element, whatever the plan; or torch's generators."""
     plan: Annotated[str, Field(min_length=1)] = "auto"
     """A plan's line, a preset, "auto", a plan's JSON file, or a DeepSpeed configuration's."""
     devices: PositiveInt | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.apply.randomness.sites import running_step
+from meshwright.apply.randomness.sites import draws_by_place
 from meshwright.apply.state.random_states import PythonState
 
 __all__: list[str] = []
@@ -80,7 +80,7 @@ class Draws:
     @property
     def _may_stream(self) -> bool:
         """Whether torch's generators decide numbers; where draws go by place, all stages draw alike anyway."""
-        return running_step() is None
+        return not draws_by_place()
 
     @property
     def _has_streams(self) -> bool:

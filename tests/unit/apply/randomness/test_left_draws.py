@@ -1,0 +1,41 @@
+"""Steps whose draws are left to torch's generators: nothing takes them for draws by place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.randomness.operators import install_operators
+from meshwright.apply.randomness.sites import ForwardDraws, Names, StepDraws, draws_by_place, in_forward, in_step
+from meshwright.apply.tensor.masks import NotedDropout
+
+
+def test_masks_by_place_have_no_state_to_compare() -> None:
+    # The sentinel of tensor parallelism took those of two shards for equal.
+    def notes(left: str | None) -> int:
+        step = StepDraws("", Names(nn.Identity()), {}, left=left)
+        with in_step(step), in_forward(ForwardDraws(0, 2)):
+            noted = NotedDropout()
+        with noted:  # an inspection runs apart from the step
+            nn.functional.dropout(torch.ones(2, 2), 0.5)
+        return len(noted.notes)
+
+    assert (notes(None), notes("left")) == (0, 1)
+
+
+def test_stages_share_a_stream_between_layers_where_torch_draws() -> None:
+    # A stage that took such a step for one by place drew other numbers between layers than the next stage.
+    install_operators()
+    told: list[str] = []
+    step = StepDraws("", Names(nn.Identity()), {}, on_unknown=told.append, left="left")
+    stages = [Draws(3, torch.device("cpu"), apart=True) for _ in range(2)]
+    found = []
+    for own, draws in enumerate(stages):
+        torch.manual_seed(own)
+        draws.begin_step()
+        with in_step(step), in_forward(ForwardDraws(0, 2)), draws.between_layers(0, own):
+            assert not draws_by_place()
+            found.append(torch.rand(2))
+    assert torch.equal(*found)
+    assert set(told) == {"left"}
