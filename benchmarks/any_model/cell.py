@@ -41,7 +41,7 @@ class Build:
         import transformers
 
         transformers.logging.set_verbosity_error()
-        return recipes.build_hf(self.recipe)
+        return recipes.build(self.recipe)
 
 
 # ---- the plain loop

@@ -20,6 +20,7 @@ from meshwright.apply.pipeline.tracing.functions import (
     METADATA,
     differentiated_by,
     gradient_refusal,
+    shown_name,
     writes_to,
 )
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
@@ -29,6 +30,7 @@ from meshwright.apply.pipeline.walking.stand_ins import ATTRIBUTE, StageValue, m
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.flop_counter import make_flop_counter
@@ -61,7 +63,7 @@ def observe(
     observed = copy_module(module, Tensor.detach) if on_copy else module
     units = [name for name, _ in find_layers(observed)]
     try:
-        with sharing_attributes(module, observed):
+        with sharing_attributes(module, observed), hooks_put_back(module.modules()):
             while True:
                 flow = _observe_once(observed, run, units)
                 finer = with_one_opened(observed, flow, units, num_stages, closed)
@@ -130,7 +132,7 @@ class _ForwardObserver(TorchFunctionMode):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Watch the calls of units inside the context; a user's hooks belong to their unit."""
+        """Watch the calls of units inside the context."""
         handles: list[Any] = []
         units = {
             id(unit): (name, unit) for name in reversed(self._units) for unit in [self._module.get_submodule(name)]
@@ -139,7 +141,8 @@ class _ForwardObserver(TorchFunctionMode):
             guard_hooks(module, lambda: self)
         for name, unit in units.values():
             handles.append(unit.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True))
-            handles.append(unit.register_forward_hook(self._after, with_kwargs=True))
+            # First: a user's hook runs between the layers in a walk, and sees there what the layer gives.
+            handles.append(unit.register_forward_hook(self._after, with_kwargs=True, prepend=True))
         handles.append(self._module.register_forward_pre_hook(self._enter_model))
         handles.append(self._module.register_forward_hook(self._leave_model, prepend=True))
         try:
@@ -298,7 +301,7 @@ class _ForwardObserver(TorchFunctionMode):
             self._used[home] |= names
             is_number = isinstance(result, (bool, int, float, complex, list))
             if is_number and self._is_in_model and not any(True for _ in tensors_in(result)):
-                self._reads.append(f"{getattr(func, '__name__', func)}() of a tensor of '{self._calls[home]['unit']}'")
+                self._reads.append(f"{shown_name(func)} of a tensor of '{self._calls[home]['unit']}'")
         for tensor in tensors_in((result, target)):
             self._alive.append(tensor)  # an id identifies a tensor only while the tensor lives
             if home is not None:
@@ -352,10 +355,10 @@ class _ForwardObserver(TorchFunctionMode):
             known, made = value_of(tensor), getattr(tensor, _MADE, None)
             if made is not None and made[0] is self and (known is None or known.owner is not self):
                 unit = self._calls[made[1]]["unit"]
-                self._leaks.append(f"{getattr(func, '__name__', func)}() takes one that '{unit}' has made inside")
+                self._leaks.append(f"{shown_name(func)} takes one that '{unit}' has made inside")
             if id(tensor) in self._changed_buffers and self._is_in_model:
                 unit = self._changed_buffers[id(tensor)]
-                self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
+                self._leaks.append(f"{shown_name(func)} takes a buffer that '{unit}' has written")
 
     def flow(self, pieces: int) -> Flow:
         """Return the trace, with the operations of so many times the samples."""
