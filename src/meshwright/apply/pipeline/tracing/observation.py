@@ -40,8 +40,8 @@ from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
-_MADE = "_meshwright_made"
-"""Attribute of a tensor that a unit has made: (observer, place of the call)."""
+_MADE = "_meshwright_made"  # attribute of a tensor that a unit has made: (observer, place of the call)
+_GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009 - torch's counter of operations asks all results for it
 
 
 def observe(
@@ -285,7 +285,7 @@ class _ForwardObserver(TorchFunctionMode):
             if not found or any(value is None or value.owner is not self for value in found):
                 raise gradient_refusal(func)  # whether all is on one stage, is known once stages are
         result = func(*args, **kwargs)
-        if func in METADATA:
+        if func in METADATA or func == _GRAD_FN:
             return result
         names = self._parameters_in((args, kwargs))
         if self._running is not None:
