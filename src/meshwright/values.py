@@ -36,16 +36,16 @@ class FrozenMap(Mapping[str, V]):
     FrozenMap({'a': 2, 'b': 1})
     """
 
-    __slots__ = ("_checked", "_entries")
+    __slots__ = ("_entries", "checked")
 
     _entries: dict[str, V]
-    _checked: Any
+    checked: Any
     """The annotation that its entries are known to fit; None where they were not checked."""
 
     def __init__(self, entries: Mapping[str, V] | None = None, checked: Any = None) -> None:
         given = entries or {}
         self._entries = {key: given[key] for key in sorted(given)}
-        self._checked = checked
+        self.checked = checked
 
     def __getitem__(self, key: str) -> V:
         return self._entries[key]
@@ -237,7 +237,7 @@ def coerce(value: object, hint: Any) -> Any:
     kind = type(value)
     if kind is hint and (kind is str or kind is bool or isinstance(value, Value)):
         return value  # a value has checked itself, and is frozen
-    if kind is FrozenMap and cast("FrozenMap[Any]", value)._checked is hint:
+    if kind is FrozenMap and cast("FrozenMap[Any]", value).checked is hint:
         return value
     origin, arguments = _parts(hint)
     if hint is Any or hint is object:
