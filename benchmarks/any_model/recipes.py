@@ -51,6 +51,17 @@ def heads_of(model_type: str) -> list[tuple[str, str]]:
     return found
 
 
+def build(recipe: dict[str, Any]) -> nn.Module:
+    """Build the model of a recipe, in float64 and without dropout, all its parameters moved off zero and one."""
+    library, cls, fields = recipe["library"], recipe["class"], copy.deepcopy(recipe["config"])
+    if library == "transformers":
+        return build_hf(recipe)
+    if library == "timm":
+        return prepared(importlib.import_module("timm").create_model(cls, num_classes=CLASSES, **fields))
+    module = importlib.import_module("benchmarks.any_model.graphs" if library == "torch_geometric" else library)
+    return prepared(getattr(module, cls)(**fields))
+
+
 def build_hf(recipe: dict[str, Any]) -> nn.Module:
     """Build the model of a recipe, in float64 and with its rate of dropout, all its parameters moved off zero and one."""
     import transformers

@@ -4,6 +4,7 @@ python -m benchmarks.any_model.run --plans "zero3;tp2;pp2" --out benchmarks/any_
 python -m benchmarks.any_model.table benchmarks/any_model/results/cells.jsonl
 
 Cells run one after the other on ranks of a pool; ranks that hang or die are replaced, and so is this process where it dies.
+With `--lane 100` one process runs the cells that it can end in so many seconds: for a machine that lends its cores in turns.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -47,10 +49,16 @@ PLANS = {
     + ["pp=2,micro_batches=2,schedule=interleaved,virtual=2", "pp=2,micro_batches=2,schedule=zbv,virtual=2"],
     "pp3": [f"pp=3,micro_batches=3,schedule={kind}" for kind in ("1f1b", "zb-h1", "gpipe")],
     "dp2_tp2": ["dp=2,tp=2"],
+    "dp2_tp2_zero3": ["dp=2,tp=2,zero=3,whole_below=0"],
     "dp2_pp2": ["dp=2,pp=2,micro_batches=2"],
     "tp2_pp2": ["tp=2,pp=2,micro_batches=2"],
 }
 BOUND = 1e-8
+
+
+_STARTED = time.monotonic()
+_LEAST_S = 12.0
+"""Of a lane: with less left no cell is begun [s]."""
 
 
 class _LateError(TimeoutError):
@@ -127,10 +135,11 @@ def _with_outputs(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reference(recipe: dict[str, Any], shares: tuple[int, int], directory: Path) -> Path:
-    path = directory / f"{recipe['type']}_{shares[0]}_{shares[1]}.pt"
+    stem = recipe["type"].replace("/", ".")
+    path = directory / f"{stem}_{shares[0]}_{shares[1]}.pt"
     if not path.exists():
         for old in directory.glob("*.pt"):
-            if not old.name.startswith(f"{recipe['type']}_"):
+            if not old.name.startswith(f"{stem}_"):
                 old.unlink()
         torch.save(cell.train_plainly(recipe, *shares), path)
     return path
@@ -147,13 +156,18 @@ def work(arguments: argparse.Namespace) -> None:
     pool._TIMEOUT_S = arguments.limit
     end = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="any_model_") as directory:
-        for recipe, name, line in pending(arguments):
-            if time.monotonic() > end:
+        for place, (recipe, name, line) in enumerate(pending(arguments)):
+            limit_s = min(arguments.limit, _STARTED + arguments.lane - time.monotonic())
+            if time.monotonic() > end or (place and limit_s < _LEAST_S):
                 return
             arguments.current.write_text(json.dumps([recipe["type"], recipe["kind"], recipe["class"], name, line]))
-            row = run_cell(recipe, name, line, arguments.limit, Path(directory))
-            write(arguments.out, row)
+            row = run_cell(recipe, name, line, limit_s, Path(directory))
+            is_cut_short = place > 0 and limit_s < arguments.limit and row["verdict"] == "hung"
+            if not is_cut_short:  # else the next process begins with it
+                write(arguments.out, row)
             arguments.current.unlink()
+            if is_cut_short:
+                return
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
@@ -177,9 +191,7 @@ def pending(arguments: argparse.Namespace) -> list[tuple[dict[str, Any], str, st
     all_recipes = [json.loads(line) for line in arguments.recipes.read_text().splitlines()]
     valid = [{**recipe, "dropout": arguments.dropout} for recipe in all_recipes if "problem" not in recipe]
     # Drawn order: a sweep that is stopped has seen architectures of all kinds.
-    drawn = sorted(
-        enumerate(valid), key=lambda item: hashlib.sha1(item[1]["type"].encode(), usedforsecurity=False).hexdigest()
-    )
+    drawn = sorted(enumerate(valid), key=lambda item: _drawn(arguments.seed + item[1]["type"]))
     for index, recipe in drawn:
         if not re.fullmatch(arguments.only, recipe["type"]) or index % arguments.every:
             continue
@@ -187,6 +199,22 @@ def pending(arguments: argparse.Namespace) -> list[tuple[dict[str, Any], str, st
             if (recipe["type"], name) not in done:
                 found.append((recipe, name, PLANS[name][index % len(PLANS[name])]))
     return found
+
+
+def _drawn(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def note_death(arguments: argparse.Namespace, code: int | str) -> bool:
+    """Write the row of the cell in which a process has died, if one has; tell whether one had."""
+    if not arguments.current.exists():
+        return False
+    kind, family, cls, name, line = json.loads(arguments.current.read_text())
+    arguments.current.unlink()
+    text = f"the sweep's own process ended with {code}"
+    row = {"type": kind, "kind": family, "class": cls, "plan": name, "line": line, "seconds": 0.0}
+    write(arguments.out, {**row, "verdict": "crashed", "text": text})
+    return True
 
 
 def supervise(arguments: argparse.Namespace) -> int:
@@ -204,13 +232,7 @@ def supervise(arguments: argparse.Namespace) -> int:
             str(minutes),
         ]
         code = subprocess.run(command, check=False).returncode
-        if arguments.current.exists():
-            kind, family, cls, name, line = json.loads(arguments.current.read_text())
-            arguments.current.unlink()
-            text = f"the sweep's own process ended with {code}"
-            row = {"type": kind, "kind": family, "class": cls, "plan": name, "line": line, "seconds": 0.0}
-            write(arguments.out, {**row, "verdict": "crashed", "text": text})
-        elif code:
+        if not note_death(arguments, code) and code:
             return code
         if arguments.again:
             break
@@ -226,12 +248,16 @@ def main() -> int:
     parser.add_argument("--dropout", type=float, default=0.0, help="rate of all dropouts [fraction]")
     parser.add_argument("--limit", type=float, default=120.0, help="time for a cell [s]")
     parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument("--lane", type=float, default=math.inf, help="time for this process, its start included [s]")
+    parser.add_argument("--seed", default="", help="text that draws another order of architectures")
     parser.add_argument("--recipes", type=Path, default=HERE / "recipes.jsonl")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.current = arguments.out.with_suffix(".current")
-    if arguments.worker:
+    if arguments.lane < math.inf:
+        note_death(arguments, "nothing said: it died, or its turn was over")
+    if arguments.worker or arguments.lane < math.inf:
         work(arguments)
         return 0
     return supervise(arguments)

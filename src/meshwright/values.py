@@ -36,13 +36,16 @@ class FrozenMap(Mapping[str, V]):
     FrozenMap({'a': 2, 'b': 1})
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "checked")
 
     _entries: dict[str, V]
+    checked: Any
+    """The annotation that its entries are known to fit; None where they were not checked."""
 
-    def __init__(self, entries: Mapping[str, V] | None = None) -> None:
+    def __init__(self, entries: Mapping[str, V] | None = None, checked: Any = None) -> None:
         given = entries or {}
         self._entries = {key: given[key] for key in sorted(given)}
+        self.checked = checked
 
     def __getitem__(self, key: str) -> V:
         return self._entries[key]
@@ -231,8 +234,12 @@ def coerce(value: object, hint: Any) -> Any:
     >>> coerce([1, 2], tuple[int, ...])
     (1, 2)
     """
-    origin = typing.get_origin(hint)
-    arguments = typing.get_args(hint)
+    kind = type(value)
+    if kind is hint and (kind is str or kind is bool or isinstance(value, Value)):
+        return value  # a value has checked itself, and is frozen
+    if kind is FrozenMap and cast("FrozenMap[Any]", value).checked is hint:
+        return value
+    origin, arguments = _parts(hint)
     if hint is Any or hint is object:
         return freeze(value)
     if origin is Literal:
@@ -248,8 +255,13 @@ def coerce(value: object, hint: Any) -> Any:
         if not isinstance(value, Mapping):
             raise MismatchError(f" must be a mapping, got {_show(value)}")
         pairs = cast("Mapping[object, object]", value)
-        return FrozenMap({_at("'s key", k, str): _at(f"['{k}']", v, arguments[-1]) for k, v in pairs.items()})
+        return FrozenMap({_at("'s key", k, str): _at(f"['{k}']", v, arguments[-1]) for k, v in pairs.items()}, hint)
     return _coerce_plain(value, hint)
+
+
+@functools.cache  # torch-free code asks for the same few annotations thousands of times in a search
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(hint), typing.get_args(hint)
 
 
 def _coerce_plain(value: object, hint: Any) -> Any:

@@ -36,6 +36,7 @@ _SEVERAL_STAGES = (
     "gradual",
     "unused_results",
     "draws_inside",
+    "captured",
 )
 
 

@@ -113,9 +113,11 @@ def test_batch_normalisation_is_reported_and_not_equal() -> None:
 
 def test_random_numbers_that_cannot_be_switched_off_are_reported() -> None:
     state = torch.get_rng_state()
-    report = _verify(_noisy, "single")
+    report, placed = _verify(_noisy, "single", rng="torch"), _verify(_noisy, "single")
     torch.set_rng_state(state)
     assert any("draws random numbers" in note for note in report.notes)
+    assert placed.equal
+    assert not any("draws random numbers" in note for note in placed.notes)
 
 
 def test_what_changes_numbers_is_said() -> None:

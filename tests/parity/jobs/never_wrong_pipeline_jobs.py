@@ -47,6 +47,7 @@ from tests.parity.jobs.never_wrong_pipeline_states import (
 )
 from tests.parity.jobs.never_wrong_pipeline_ways import (
     AsksDtype,
+    Captured,
     ChosenRows,
     Conjugated,
     CountsTwice,
@@ -286,6 +287,7 @@ SCRIPTS: dict[str, Script] = {
     "detached": Script(Detached, loss=reads_inside),
     "patched": Script(Patched),
     "hooked": Script(Hooked, evaluates=(1,)),
+    "captured": Script(Captured, evaluates=(1,)),
     "conjugated": Script(Conjugated),
     "penalty": Script(Penalty),
     "slopes": Script(Slopes),

@@ -262,6 +262,31 @@ class Hooked(nn.Module):
     forward = Stack.forward
 
 
+class Captured(nn.Module):
+    """Registers hooks in its first forward, and a flag that says so; they collect what blocks give, which the result uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+        self.has_hooks = False
+        self.found: list[Tensor] | None = None
+
+    def _keep(self, _module: nn.Module, _given: Any, out: Tensor) -> None:
+        if self.found is not None:
+            self.found.append(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_hooks:
+            for block in self.blocks:
+                block.register_forward_hook(self._keep)
+            self.has_hooks = True
+        self.found = found = [x]
+        for block in self.blocks:
+            x = block(x)
+        self.found = None
+        return x + sum(0.1 * place * item for place, item in enumerate(found))
+
+
 class Conjugated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ class Placed:
         post.life = life * 37  # failures count on from here: not into the lives of the next pipeline
         self.draws = Draws(seed, device, apart=flow.draws, python=bool(flow.draws_python))
         """Random numbers that several stages draw."""
-        self._own_state = OwnState(self._around, own) if len(own) > 1 else None
+        self._own_state = OwnState(module, self._around, own) if len(own) > 1 else None
         self.stages = {
             index: Stage(
                 index,

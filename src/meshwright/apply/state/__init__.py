@@ -4,7 +4,9 @@ Trial forwards, recompute and inspections run user code a second time and must l
 
 attributes       attributes and buffers of modules at a moment
 buffers          buffers by name
+hook_tables      hooks of modules
 outside          globals, closures, class attributes and objects
+libraries        packages whose code is not searched
 generators       random generators made by user code
 arrays           memory outside of torch that code may write into
 slots            attributes of objects that are kept in slots

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.apply.state.outside import Outside, is_library
+from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.reached_code import names_read
 from meshwright.errors import ApplyError
 from meshwright.spec import Plan
@@ -40,7 +40,7 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
     outside = Outside(module, functions)
     names = names_read(module, functions, outside) - _COMPARISONS
     for function in outside.functions:
-        if function.__name__ not in names or is_library(function.__module__):
+        if function.__name__ not in names or outside.home.is_foreign(function.__module__):
             continue
         line = next((line for code in _codes_of(function.__code__) for line in _asking_lines(code, function)), None)
         if line is not None:

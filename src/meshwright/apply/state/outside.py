@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,17 +20,12 @@ from meshwright._torch_private import write_back
 from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import draws_globally, is_generator
+from meshwright.apply.state.libraries import Home
 from meshwright.apply.state.slots import read_slots
 from meshwright.trees import distinct_entries
 
 __all__: list[str] = []
 
-_LIBRARIES = (
-    frozenset(
-        {"torch", "torchvision", "torchaudio", "transformers", "timm", "numpy", "scipy", "meshwright", "builtins"}
-    )
-    | sys.stdlib_module_names
-) - {"__main__"}
 _NUMBERS = frozenset({int, float, bool, str, complex})
 _MAX_FUNCTIONS = 3000
 """Functions that are followed; more are those of a library that is not known by name [count]."""
@@ -40,11 +34,6 @@ _MAX_ENTRIES = 10_000
 """Of a container that is copied; a larger one is data, not state [count]."""
 _MAX_BYTES = 2**22
 """Of a tensor that is copied whether or not it is written to [bytes]."""
-
-
-def is_library(name: str | None) -> bool:
-    """Tell whether a module, by its name, is of a library that is not searched."""
-    return name is not None and name.partition(".")[0] in _LIBRARIES
 
 
 class _OfClass:
@@ -92,6 +81,9 @@ class Outside:
         self._values: list[Any] = []
         self._functions: list[Any] = []  # kept alive, so that no other object gets a seen id
         self._others: list[nn.Module] = []
+        self.home = Home(module, functions)
+        """Which packages are the model's own."""
+        self._imported: set[tuple[int, frozenset[str]]] = set()
         self._own = set(map(id, () if module is None else module.modules()))
         self.draws = False
         """Whether any of the code may draw from Python's or NumPy's global generator."""
@@ -131,7 +123,7 @@ class Outside:
                     if isinstance(function, types.FunctionType):
                         names |= names_of(function.__code__)
                         self._look_at_callable(function)
-            if not is_library(base.__module__):
+            if not self.home.is_foreign(base.__module__):
                 attributes = _OfClass(base)
                 for name in names & vars(base).keys():
                     if not isinstance(vars(base)[name], (types.FunctionType, property, classmethod, staticmethod)):
@@ -155,7 +147,7 @@ class Outside:
         elif draws_globally(value):
             self.draws = True
         elif isinstance(value, type):
-            if not is_library(value.__module__):
+            if not self.home.is_foreign(value.__module__):
                 self._look_at_class(value)
         elif not isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
             self._look_at_object(value)
@@ -168,7 +160,7 @@ class Outside:
             self._others += [child for child in value.modules() if id(child) not in self._own]
             for child in value.modules():
                 self._look_at_module(child)
-        elif not is_library(type(value).__module__):
+        elif not self.home.is_foreign(type(value).__module__):
             self._values.append(value)
             self._look_at_class(type(value))
 
@@ -176,7 +168,7 @@ class Outside:
         self._seen.add(id(function))
         self._functions.append(function)
         names = names_of(function.__code__)
-        of_library = is_library(function.__module__)
+        of_library = self.home.is_foreign(function.__module__)
         for name in names & function.__globals__.keys():
             self._look_at_variable(function.__globals__, name, name, names, of_library=of_library)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -195,7 +187,7 @@ class Outside:
         elif draws_globally(value):
             self.draws = True
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
-            if not is_library(getattr(value, "__module__", None)):
+            if not self.home.is_foreign(getattr(value, "__module__", None)):
                 self._look_at_callable(value)
         elif isinstance(value, nn.Module):
             self._look_at_object(value)
@@ -208,8 +200,12 @@ class Outside:
         top = module.__name__.partition(".")[0]
         if module.__name__ in ("random", "numpy.random") or (top == "numpy" and "random" in names):
             self.draws = True
-        if is_library(module.__name__):
+        if self.home.is_foreign(module.__name__):
             return
+        visit = (id(module), frozenset(names))
+        if visit in self._imported:  # two modules may import one another
+            return
+        self._imported.add(visit)
         for name in names & vars(module).keys():
             if (id(vars(module)), name) not in self._slots:
                 self._look_at_variable(vars(module), name, f"{module.__name__}.{name}", names, of_library=False)

@@ -14,6 +14,7 @@ from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
 from meshwright.apply.state.attributes import OF_TORCH, insides_put_back
 from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.apply.state.random_states import kept_random_states
 from meshwright.apply.tensor.masks import Mask, NotedDropout, masks_of
 from meshwright.apply.tensor.slices import make_whole
@@ -66,12 +67,12 @@ def compare_runs(
 
 @contextlib.contextmanager
 def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes and random states after the context."""
+    """Restore buffers, attributes, hooks and random states after the context."""
     buffers = BufferSnapshot(module)
     attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
     inside = [value for own, _ in attributes for name, value in own.items() if name not in OF_TORCH]
     devices = {parameter.device for parameter in module.parameters()}
-    with insides_put_back(*inside), kept_random_states(devices, module=module):
+    with insides_put_back(*inside), kept_random_states(devices, module=module), hooks_put_back(module.modules()):
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ sentinels     schedule of comparisons, and the effect of a finding
 circles       ranks that must have the same values
 digest        64-bit digests of tensors
 settings      settings that must be equal
+name_orders   orders of names in lists, taken from the first rank
 code_digest   digests of functions and classes
 batch_check   different batches on ranks that share layers, equal ones on ranks that do not
 copies_check  copies compared bit by bit

@@ -14,6 +14,7 @@ A difference is a finding: on every rank it raises before the optimizer, or is l
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import struct
@@ -36,6 +37,7 @@ from meshwright.run.sentinels.batch_check import raise_different_batches, warn_o
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
 from meshwright.run.sentinels.digest import digest_batch, digest_rng, digest_text
+from meshwright.run.sentinels.name_orders import require_equal_in_order
 from meshwright.run.sentinels.writes import StateWatch
 
 __all__: list[str] = []
@@ -372,11 +374,8 @@ def make_sentinels(
         ]
 
     if engine.everyone.size > 1:
-        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        at_start = [(f"{name}=", repr(value)) for name, value in options.items()]
-        at_start += [*settings.of_loss(loss_fn), *settings.of_modules(engine.module)]
-        at_start += [*settings.of_optimizer(optimizer, names), *settings.of_torch(engine.device)]
-        settings.require_equal_settings(engine.everyone, at_start, engine.device)
+        at_start = functools.partial(settings.at_start, engine.module, optimizer, loss_fn, options, engine.device)
+        require_equal_in_order(engine.everyone, engine.module, at_start, engine.device)
     return Sentinels(
         engine,
         optimizer,

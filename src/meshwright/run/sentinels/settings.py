@@ -188,6 +188,20 @@ def of_loss(loss_fn: Callable[[Any, Any], Any] | None) -> Rows:
     return [("the loss function", "the model's own loss" if loss_fn is None else text_of(loss_fn) or _name(loss_fn))]
 
 
+def at_start(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> Rows:
+    """Return all that ranks must have alike before the first step; `options` are further ones, by name."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    rows = [(f"{name}=", repr(value)) for name, value in options.items()]
+    rows += [*of_loss(loss_fn), *of_modules(module)]
+    return [*rows, *of_optimizer(optimizer, names), *of_torch(device)]
+
+
 def require_equal_settings(group: Communicator, rows: Rows, device: torch.device) -> None:
     """Refuse to continue where ranks have different settings.
 

@@ -98,6 +98,7 @@ RIGHT: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], T
     "halves of another dim": (lambda a: a.chunk(2, -1), [(A, S1)], S1),
     "one of another dim": (lambda a: a[:, 0], [(A, S2)], S1),
     "a slice of another dim": (lambda a: a[..., 1:3], [(A, S1)], S1),
+    "every other entry of parts of whole turns": (lambda a: a[..., 1::2], [((2, 4, 8), S2)], S2),
     "a new dim before": (lambda a: a[None, :, :, None], [(A, S1)], S2),
     "a term is reshaped": (lambda a: a.reshape(8, 6), [(A, PARTIAL)], PARTIAL),
     "joined beside": (lambda a, b: torch.cat([a, b], -1), [(A, S1), (A, S1)], S1),
@@ -192,6 +193,7 @@ WRONG: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], s
     "turned round": (lambda a: a.flip(2), [(A, S2)], "place"),
     "one entry of the parts": (lambda a: a[..., 0], [(A, S2)], "number in the sharded dim"),
     "every other entry of the parts": (lambda a: a[..., ::2], [(A, S2)], "every 2th"),
+    "every other entry up to one": (lambda a: a[..., :6:2], [((2, 4, 8), S2)], "every 2th"),
     "joined with what is whole": (
         lambda a, b: torch.cat([a, b], 1),
         [((2, 4), S1), ((2, 3), REPLICATED)],

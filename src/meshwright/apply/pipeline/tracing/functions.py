@@ -35,6 +35,12 @@ METADATA = frozenset(
 """What a tensor tells without its values: nothing is exchanged for it."""
 
 
+def shown_name(func: Callable[..., Any]) -> str:
+    """Return a torch function as code calls it: `stack()`, or `.grad_fn` for a property."""
+    name = getattr(func, "__name__", str(func))
+    return f".{getattr(func, '__self__', func).__name__}" if name == "__get__" else f"{name}()"
+
+
 _AUGMENTED = frozenset(
     f"__{name}__"
     for name in (

@@ -19,6 +19,7 @@ from meshwright.apply.pipeline.tracing.functions import (
     METADATA,
     differentiated_by,
     gradient_refusal,
+    shown_name,
     writes_to,
 )
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
@@ -36,6 +37,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.flop_counter import make_flop_counter, recurrence_flops
@@ -45,8 +47,8 @@ from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
-_MADE = "_meshwright_made"
-"""Attribute of a tensor that a unit has made: (observer, place of the call)."""
+_MADE = "_meshwright_made"  # attribute of a tensor that a unit has made: (observer, place of the call)
+_GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009 - torch's counter of operations asks all results for it
 
 
 def observe(
@@ -68,7 +70,7 @@ def observe(
     observed = copy_module(module, Tensor.detach) if on_copy else module
     units = [name for name, _ in find_layers(observed)]
     try:
-        with sharing_attributes(module, observed):
+        with sharing_attributes(module, observed), hooks_put_back(module.modules()):
             while True:
                 flow = _observe_once(observed, run, units)
                 finer = with_one_opened(observed, flow, units, num_stages, closed)
@@ -126,7 +128,7 @@ class _ForwardObserver(TorchFunctionMode):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Watch the calls of units inside the context; a user's hooks belong to their unit."""
+        """Watch the calls of units inside the context."""
         handles: list[Any] = []
         units = {
             id(unit): (name, unit) for name in reversed(self._units) for unit in [self._module.get_submodule(name)]
@@ -135,7 +137,8 @@ class _ForwardObserver(TorchFunctionMode):
             guard_hooks(module, lambda: self)
         for name, unit in units.values():
             handles.append(unit.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True))
-            handles.append(unit.register_forward_hook(self._after, with_kwargs=True))
+            # First: a user's hook runs between the layers in a walk, and sees there what the layer gives.
+            handles.append(unit.register_forward_hook(self._after, with_kwargs=True, prepend=True))
         handles.append(self._module.register_forward_pre_hook(self._enter_model))
         handles.append(self._module.register_forward_hook(self._leave_model, prepend=True))
         try:
@@ -278,7 +281,7 @@ class _ForwardObserver(TorchFunctionMode):
             if not found or any(value is None or value.owner is not self for value in found):
                 raise gradient_refusal(func)  # whether all is on one stage, is known once stages are
         result = func(*args, **kwargs)
-        if func in METADATA:
+        if func in METADATA or func == _GRAD_FN:
             return result
         names = self._parameters_in((args, kwargs))
         if self._running is not None:
@@ -294,7 +297,7 @@ class _ForwardObserver(TorchFunctionMode):
             self._used[home] |= names
             is_number = isinstance(result, (bool, int, float, complex, list))
             if is_number and self._is_in_model and not any(True for _ in tensors_in(result)):
-                self._reads.append(f"{getattr(func, '__name__', func)}() of a tensor of '{self._calls[home]['unit']}'")
+                self._reads.append(f"{shown_name(func)} of a tensor of '{self._calls[home]['unit']}'")
         for tensor in tensors_in((result, target)):
             self._alive.append(tensor)  # an id identifies a tensor only while the tensor lives
             if home is not None:
@@ -348,10 +351,10 @@ class _ForwardObserver(TorchFunctionMode):
             known, made = value_of(tensor), getattr(tensor, _MADE, None)
             if made is not None and made.owner is self and (known is None or known.owner is not self):
                 unit = self._calls[made.place]["unit"]
-                self._leaks.append(f"{getattr(func, '__name__', func)}() takes one that '{unit}' has made inside")
+                self._leaks.append(f"{shown_name(func)} takes one that '{unit}' has made inside")
             if id(tensor) in self._changed_buffers and self._is_in_model:
                 unit = self._changed_buffers[id(tensor)]
-                self._leaks.append(f"{getattr(func, '__name__', func)}() takes a buffer that '{unit}' has written")
+                self._leaks.append(f"{shown_name(func)} takes a buffer that '{unit}' has written")
 
     def flow(self, pieces: int) -> Flow:
         """Return the trace, with the operations of so many times the samples."""

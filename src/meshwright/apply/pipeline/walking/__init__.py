@@ -12,6 +12,7 @@ without_numbers  code run on fake tensors, or on zeros where it needs values
 remembered       a call of another stage: its results and its writes
 written          tensors that a layer leaves beside its results
 own_state        state of the code between layers, on a rank with several stages
+stage_hooks      hooks that forwards register, on such a rank
 counters         integers that the code between layers counts
 draws            random numbers that several stages draw
 path_hash        hash of a forward's path, compared between stages

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.pipeline.walking.stage_hooks import StageHooks
 from meshwright.apply.pipeline.walking.stand_ins import StageValue, StandIn, mark, value_of
 from meshwright.apply.state.attributes import OF_TORCH
 
@@ -34,13 +35,19 @@ class _StageState:
 
 
 class OwnState:
-    """Buffers and plain attributes of the modules outside units, one copy for each stage of a rank.
+    """Buffers and plain attributes of the modules outside units, and hooks, one copy for each stage of a rank.
 
     Without it a counter in the model's forward would count once for each stage. Between steps each module shows the buffer of the
     stage that computes it; a change made from outside then applies to all stages.
+
+    Args:
+        module: The model.
+        modules: Its modules outside units.
+        stages: The rank's stages.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], stages: Iterable[int]) -> None:
+    def __init__(self, module: nn.Module, modules: Sequence[nn.Module], stages: Iterable[int]) -> None:
+        self._hooks = StageHooks(module)
         self._modules = modules
         self._stages = tuple(stages)
         self._kept: dict[int, list[_StageState]] = {}
@@ -56,6 +63,7 @@ class OwnState:
 
     def end_step(self) -> None:
         """Install the buffers of the stages that compute them, and record them to notice later changes."""
+        self._hooks.leave()
         if self._current is not None:
             self._kept[self._current] = [_read(module) for module in self._modules]
             self._current = None
@@ -71,7 +79,7 @@ class OwnState:
 
         The state that the modules show is not restored: whoever tries a forward restores it in any case.
         """
-        found = self._kept, self._current, self._left
+        found, hooks = (self._kept, self._current, self._left), self._hooks.copied()
         self._kept = {stage: [state.copied() for state in states] for stage, states in self._kept.items()}
         if self._current is not None:  # a step has ended in an error, and the modules show what that stage has
             self._kept[self._current] = [_read(module).copied() for module in self._modules]
@@ -80,6 +88,7 @@ class OwnState:
             yield
         finally:
             self._kept, self._current, self._left = found
+            self._hooks.put_back(hooks)
 
     def _of_home(self, place: int, key: str, present: Tensor | None) -> Tensor | None:
         """Return the buffer of the stage that computes it; another stage's where that one is not on this rank."""
@@ -104,6 +113,9 @@ class OwnState:
 
     def enter(self, stage: int) -> None:
         """Install the state of a stage; one without a state begins with a copy of the current one."""
+        if self._current is not None:
+            self._hooks.leave()
+        self._hooks.enter(stage)
         if self._current == stage:
             return
         if not self._kept:

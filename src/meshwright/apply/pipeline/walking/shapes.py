@@ -31,6 +31,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
     zeros_like_meta,
 )
 from meshwright.apply.state.buffers import buffer_slots
+from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.trees import LEAVES
@@ -225,7 +226,7 @@ def _run_watched(
         given = [stand_in(tensor) for tensor in scene.given]
         versions = [tensor._version for tensor in given]
         memory = contextlib.nullcontext() if make is make_fake else _laid_out(module)
-        with no_cached_tensors(module), _own_buffers(module), memory:
+        with no_cached_tensors(module), _own_buffers(module), hooks_put_back(module.modules()), memory:
             results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
         writes = [

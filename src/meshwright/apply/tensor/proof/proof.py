@@ -252,7 +252,7 @@ class Experiment:
             raise DisprovedError("on shards it writes into parameters, and the whole does not", Disproof.RAISED)
         if errors:
             first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-            if isinstance(first, MisshapenError):
+            if isinstance(first, MisshapenError) or _is_of_results(first):
                 raise first
             raise DisprovedError(
                 f"on shards: {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}",
@@ -287,6 +287,8 @@ class Experiment:
                 cotangent = cotangent.narrow(tensor.cut_dim, start, tensor.sizes[group.group_rank])
             if cotangent.shape != own.shape:
                 raise MisshapenError(place, tuple(own.shape), tuple(cotangent.shape))
+            if not isinstance(tensor, Slices):  # a backward from other results would be for nothing
+                check_equal(own.detach(), self.whole.outputs[place], f"result {place}")
             cotangents.append(cotangent)
         outcome = self._backward(module, inputs, local, cotangents, left)
         outcome.types = None if checker is None else checker.report
@@ -376,6 +378,10 @@ class Experiment:
             elif not are_same(own) and is_equal(add_up(own), whole, self._scale):
                 partial.append(name)  # zero up to rounding, which differs between ranks: copies would drift apart
         return partial
+
+
+def _is_of_results(error: BaseException) -> bool:
+    return isinstance(error, DisprovedError) and error.difference.kind is Disproof.RESULT_VALUES
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ trace       one forward of the plain model: which operation feeds which
 operations  torch functions classified by their use of a parameter
 pairs       pairs of products that might be cut
 candidates  ways to cut a pair, in the order of trial
+tried       regions that were tried, and why each failed
 narrowing   torch's own layers with fewer rows, for proofs of a vocabulary
 passed_on   results that a scope passes on to scopes that are the same
 deadline    when a search ends with an error, since other ranks wait

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof
 from meshwright.apply.tensor.search.pairs import Pair
 from meshwright.apply.tensor.search.trace import Product, Trace
+from meshwright.apply.tensor.search.tried import Tried
 from meshwright.apply.tensor.tensor_layout import Cut, Region, Role, is_inside
 from meshwright.layout import even_ranges
 from meshwright.trees import tensors_in
@@ -317,13 +318,13 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
 
     A change that does not alter the reason does not address it, so nothing is built on that change.
     """
-    trials = _Trials(options.num_tp_ranks)
+    tried = Tried(options.num_tp_ranks)
     found = list(options.regions())
     for resizes in (False, True):
         level: list[tuple[Region, Region, Difference, list[Region]]] = []  # base, candidate, its reason, changes
         for base, changes in found:
             region = base.replace(resizes=resizes)
-            reason = trials.known(region) or (yield from trials.run(region))
+            reason = tried.known(region) or (yield from tried.run(region))
             level.append((region, region, reason, [change.replace(resizes=resizes) for change in changes]))
         for _ in range(_MAX_CHANGES):
             following: list[tuple[Region, Region, Difference, list[Region]]] = []
@@ -332,40 +333,10 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
                     merged = _merge(base, region, change)
                     if not _may_help(before, base, region, change):
                         continue
-                    reason = trials.known(merged) or (yield from trials.run(merged))
+                    reason = tried.known(merged) or (yield from tried.run(merged))
                     if reason != before:
                         following.append((base, merged, reason, changes))
             level = following
-
-
-class _Trials:
-    """Tried regions and why each failed."""
-
-    def __init__(self, num_parts: int) -> None:
-        self._num_parts = num_parts
-        self._reasons: dict[str, Difference] = {}
-
-    def run(self, region: Region) -> Generator[Region, Difference, Difference]:
-        """Yield a region, and keep and return why it failed."""
-        reason = yield region
-        self._reasons[self._key(region)] = reason
-        if reason.kind is Disproof.UNFIT_SIZES:
-            self._reasons[self._key_of_sizes(region)] = reason
-        return reason
-
-    def known(self, region: Region) -> Difference | None:
-        """Return why a region failed that for these ranks is the same, or whose tensors have the same sizes; or nothing."""
-        return self._reasons.get(self._key(region)) or self._reasons.get(self._key_of_sizes(region))
-
-    def _key(self, region: Region) -> str:
-        if region.resizes or region.shared or region.inputs:
-            return repr(region)
-        shares = [(last - first) / region.num_units for first, last in even_ranges(region.num_units, self._num_parts)]
-        return repr((shares, region.replace(num_units=1)))
-
-    def _key_of_sizes(self, region: Region) -> str:
-        sizes = {name: Cut(dim=cut.dim, groups=(sum(cut.groups),)) for name, cut in region.cuts.items()}
-        return f"sizes {self._key(region.replace(cuts=sizes))}"
 
 
 def _may_help(reason: Difference, base: Region, region: Region, change: Region) -> bool:

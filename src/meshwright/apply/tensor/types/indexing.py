@@ -50,14 +50,22 @@ def item(op: Operation) -> list[Type]:
             raise RefusedError(f"picks by {op.told()}")
         return op.all(own)
     if own.dim is not None:
-        _check_index(index, own.dim, first)
+        full = next(value.full[own.dim] for value in op.inputs if value.tensor is first)
+        _check_index(index, own.dim, first, full)
         if any(op.type(tensor).kind == "shard" for tensor in indices):
             raise RefusedError(f"picks by {op.told()}")
     return op.by_shapes()
 
 
-def _check_index(index: Any, sharded: int, tensor: Tensor) -> None:
-    """Refuse numbers, lists and tensors along the sharded dim; the proof takes a slice for this rank's."""
+def _check_index(index: Any, sharded: int, tensor: Tensor, full: int | None = None) -> None:
+    """Refuse numbers, lists and tensors along the sharded dim; the proof takes a slice for this rank's.
+
+    Args:
+        index: What stands in the brackets.
+        sharded: The sharded dim.
+        tensor: This rank's part.
+        full: Size of the whole one along that dim, where it may be taken in steps: parts that begin at a whole step.
+    """
     parts = list(index) if isinstance(index, tuple) else [index]
     taken = sum(
         part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
@@ -75,9 +83,16 @@ def _check_index(index: Any, sharded: int, tensor: Tensor) -> None:
         if dim <= sharded < dim + width:
             if not isinstance(part, slice):
                 raise RefusedError(f"picks entries by their number in the sharded dim {sharded}")
-            if part.step not in (None, 1):
+            if part.step not in (None, 1) and not _is_by_steps(part, tensor.shape[sharded], full):
                 raise RefusedError(f"picks every {part.step}th entry of the sharded dim {sharded}")
         dim += width
+
+
+def _is_by_steps(part: slice, own: int, full: int | None) -> bool:
+    """Tell whether every n-th entry of a part is that of the whole: gates and their values that lie in turns."""
+    step = part.step
+    fits = full is not None and step > 0 and own % step == 0 and full % step == 0
+    return fits and part.stop is None and 0 <= (part.start or 0) < step
 
 
 def gather(op: Operation) -> list[Type]:

@@ -1,0 +1,54 @@
+"""Libraries, whose code is not searched for state: known by name, or installed packages that define nothing of the model."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+__all__: list[str] = []
+
+_LIBRARIES = (
+    frozenset({"torch", "torchvision", "torchaudio", "transformers", "timm", "diffusers", "torch_geometric"})
+    | frozenset({"numpy", "scipy", "meshwright", "builtins"})
+    | sys.stdlib_module_names
+) - {"__main__"}
+_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+def is_library(name: str | None) -> bool:
+    """Tell whether a module, by its name, is of a library that is known by name."""
+    return name is not None and name.partition(".")[0] in _LIBRARIES
+
+
+class Home:
+    """The packages of a model's own code: all others that are installed are libraries.
+
+    Args:
+        module: The model, if any.
+        functions: Further code: the loss.
+    """
+
+    def __init__(self, module: nn.Module | None, functions: Sequence[Any] = ()) -> None:
+        kinds = {type(child) for child in (() if module is None else module.modules())}
+        plain = [getattr(function, "func", function) for function in functions]
+        owners = [*kinds, *plain, *(type(function) for function in plain)]
+        self._packages = {str(getattr(owner, "__module__", None) or "").partition(".")[0] for owner in owners}
+
+    def is_foreign(self, name: str | None) -> bool:
+        """Tell whether a module, by its name, is of a library."""
+        if name is None or is_library(name):
+            return name is not None
+        package = name.partition(".")[0]
+        return package not in self._packages and _is_installed(package)
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(place is not None and not _FOLDERS.isdisjoint(Path(place).parts) for place in places)

@@ -1,0 +1,68 @@
+"""Code of installed packages that define nothing of the model is not searched; modules that import one another are, once."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.apply.state.class_identity import refuse_class_identity
+from meshwright.apply.state.outside import Outside
+from meshwright.spec import Plan
+
+_CODE = """
+COUNT = 0
+
+def count(x):
+    global COUNT
+    COUNT += 1
+    return type(x) is type(COUNT)
+"""
+
+
+def _package(name: str, folder: Path) -> types.ModuleType:
+    path = folder / name / "__init__.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(_CODE)
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    exec(compile(_CODE, str(path), "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "work"])
+def test_an_installed_package_is_a_library(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"helper_{folder.replace('-', '_')}"
+    helper = _package(name, tmp_path / folder)
+    monkeypatch.setitem(sys.modules, name, helper)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if helper.count(x) else x * 2
+
+    module = Model()
+    moment = Outside(module).take()
+    module(torch.ones(1))
+    assert bool(moment.changed()) == (folder == "work")
+    if folder == "site-packages":
+        refuse_class_identity(module, [], Plan.parse("tp=2"))
+
+
+def test_modules_that_import_one_another_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = types.ModuleType("one_of_two"), types.ModuleType("other_of_two")
+    one.other, other.one, other.value = other, one, [1]  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "one_of_two", one)
+    monkeypatch.setitem(sys.modules, "other_of_two", other)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            one.other.one.other.value.append(1)  # pyright: ignore[reportAttributeAccessIssue]
+            return x
+
+    moment = Outside(Model()).take()
+    Model()(torch.ones(1))
+    assert set(moment.changed().values()) == {"other_of_two.value"}
