@@ -290,7 +290,6 @@ class Attributes:
         """Record the present state."""
         ids = self._read_ids()
         if ids != self._ids:
-            self._ids = ids
             self._deep = [
                 (index, name)
                 for index, own in enumerate(self._slots)
@@ -304,6 +303,7 @@ class Attributes:
                 for index, own in enumerate(self._slots)
             ]
             self._refuse_shared_memory()
+            self._ids = ids  # what is refused in a trial is refused again
         if not self._deep:
             return Moment(ids, self._plain, ())
         with _unseen():
