@@ -330,7 +330,8 @@ def token_steps(line: str, loss: str, rows: list[tuple[int, ...]], ignored: int 
 
 def count_calls(line: str) -> list[Any]:
     """Return what a model that counts holds after one step, and its next random number."""
-    with mw.apply_plan(functools.partial(build, "counting"), line, loss_fn=mean_square, seed=4) as model:
+    counting = functools.partial(build, "counting")
+    with mw.apply_plan(counting, line, loss_fn=mean_square, seed=4, rng="torch") as model:
         for step in range(2):
             model.step(mw.split_batch(pairs(6, step), model))
         module: Any = model.module

@@ -309,8 +309,13 @@ class LayerDrop(Chain):
         return self.norm(x) @ self.wte.weight.t()
 
 
+def _build_layer_drop() -> nn.Module:
+    return LayerDrop().double()
+
+
 def train_with_layer_drop(plan: str) -> tuple[list[float], list[str]]:
-    with mw.apply_plan(lambda: LayerDrop().double(), plan, loss_fn=losses.cross_entropy, optimizer=SGD) as model:
+    # By place all micro-batches of a step would take one way.
+    with mw.apply_plan(_build_layer_drop, plan, loss_fn=losses.cross_entropy, optimizer=SGD, rng="torch") as model:
         found = [model.step(mw.split_batch(language(6, seed), model)).loss for seed in range(3)]
         assert isinstance(model.module, LayerDrop)
         ways = [way for way in model.module.ways if len(way) == 4]
