@@ -119,6 +119,12 @@ def distinct_entries(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.
     return tensor, values
 
 
+def write_entries(tensor: torch.Tensor, values: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy values into a tensor of their shape, whose entries may share memory along a dim: `expand` made it."""
+    place, first = distinct_entries(tensor, values)
+    place.copy_(first, non_blocking=non_blocking)
+
+
 def tree_bytes(tree: Any) -> int:
     """Return the bytes of all tensors inside [bytes]."""
     return sum(tensor.nbytes for tensor in tensors_in(tree))

@@ -16,13 +16,13 @@ from meshwright import testing
 from meshwright.run.building import pages
 
 PLANS = [plan for plan in checkpoint_jobs.PLANS if plan != "dp=2"]  # whose ranks hold all of it
-FEW = PLANS if FULL_GRID else ["dp=2,zero=3,whole_below=1", "tp=2", "pp=2,schedule=zbv,micro_batches=4"]
-MIXED = [] if FULL_GRID else ["dp=2,pp=2,zero=2,micro_batches=2", "dp=2,tp=2,zero=3"]
-"""Of the mixes, one for each of the two things that are looked for in each kind of plan: bits and memory."""
+ONE_OF_EACH = ["dp=2,zero=3,whole_below=1", "tp=2", "pp=2,schedule=zbv,micro_batches=4"]
+IN_PAGES = PLANS if FULL_GRID else [*ONE_OF_EACH, "dp=2,tp=2,zero=3"]
+COLLECTED = PLANS if FULL_GRID else [*ONE_OF_EACH, "dp=2,pp=2,zero=2,micro_batches=2"]
 
 
 @pytest.mark.skipif(pages.find_directory() is None, reason="no directory on a disk for pages")
-@pytest.mark.parametrize("plan", [*FEW, *MIXED[1:]])
+@pytest.mark.parametrize("plan", IN_PAGES)
 @pytest.mark.parametrize("kind", ["words", "images"])
 def test_a_model_in_pages_is_one_devices_bit_for_bit(plan: str, kind: str) -> None:
     if kind == "images" and "pp" in plan and "tp" in plan:
@@ -57,7 +57,7 @@ def test_the_look_at_the_first_batch_leaves_no_graph(plan: str) -> None:
     assert testing.run_ranks(jobs.graphs_left, ranks, plan) == [0] * ranks
 
 
-@pytest.mark.parametrize("plan", ["dp=2,micro_batches=2,recompute=full", *FEW, *MIXED[:1]])
+@pytest.mark.parametrize("plan", ["dp=2,micro_batches=2,recompute=full", *COLLECTED])
 def test_a_step_leaves_no_memory_to_the_collector_of_cycles(plan: str) -> None:
     ranks = mw.Plan.parse(plan).num_ranks
     assert testing.run_ranks(jobs.left_to_the_collector, ranks, plan) == [0] * ranks

@@ -20,6 +20,7 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
     seed_python,
 )
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
+from tests.parity.jobs.never_wrong_pipeline_slopes import InnerStep, Penalty, Slopes
 from tests.parity.jobs.never_wrong_pipeline_states import (
     Activations,
     Auxiliary,
@@ -53,18 +54,15 @@ from tests.parity.jobs.never_wrong_pipeline_ways import (
     CountsTwice,
     Detached,
     Hooked,
-    InnerStep,
     LateDrop,
     LateMean,
     Leaks,
     OtherPaths,
     OwnState,
     Patched,
-    Penalty,
     PythonChance,
     RaisesWhenTried,
     SharedExperts,
-    Slopes,
     compiled_block,
     reads_inside,
     ways_batch,

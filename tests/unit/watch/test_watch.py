@@ -255,10 +255,7 @@ def test_a_terminal_that_knows_ascii_alone_is_served(folder, monkeypatch):
 def test_the_lowest_loss_is_that_of_all_steps(folder):
     # Of many steps the curve draws some; the lowest was that of those.
     path = folder(started(), *(step(number, loss=0.125 if number == 251 else 2.0) for number in range(1, 501)))
-    panel = view(RunFollower(path).look(), width=120, ascii_only=True)
-    console = Console(width=120, file=io.StringIO())
-    console.print(panel)
-    assert "lowest 0.125" in console.file.getvalue()
+    assert "lowest 0.125" in shown(RunFollower(path).look())
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

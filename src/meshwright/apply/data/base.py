@@ -19,7 +19,7 @@ from meshwright.comm.communicator import Communicator
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.errors import ApplyError
 from meshwright.spec import Plan
-from meshwright.trees import distinct_entries
+from meshwright.trees import write_entries
 
 __all__: list[str] = []
 
@@ -190,6 +190,5 @@ def _broadcast_together(tensors: Sequence[torch.Tensor], group: Communicator) ->
         return
     start = 0
     for tensor in tensors:
-        own, values = distinct_entries(tensor, flat[start : start + tensor.numel()].view(tensor.shape))
-        own.copy_(values)
+        write_entries(tensor, flat[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()

@@ -129,7 +129,7 @@ def copy_module(module: nn.Module, new_tensor: Callable[[Tensor], Tensor], *, tr
 
 def _copy_modules(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return what copy.deepcopy returns, in half the time: attributes that are numbers, names or modules need no look."""
-    plain = [child for child in module.modules() if id(child) not in memo and _has_plain_copies(child)]
+    plain = [child for child in module.modules() if _has_plain_copies(child)]
     twins = [child.__class__.__new__(child.__class__) for child in plain]
     memo.update({id(child): twin for child, twin in zip(plain, twins, strict=True)})
     for child, twin in zip(plain, twins, strict=True):

@@ -24,7 +24,7 @@ from meshwright.describe.batches import BatchSplitter, join_samples
 from meshwright.errors import ApplyError
 from meshwright.garbage import paused_collection
 from meshwright.host import usable_cores
-from meshwright.trees import distinct_entries, move_to
+from meshwright.trees import move_to, write_entries
 
 __all__: list[str] = []
 
@@ -80,8 +80,7 @@ class Replica:
             if self.owns_buffers or original is None:
                 twin._buffers[name] = original
             elif mine is not None and mine.shape == original.shape and mine.dtype == original.dtype:
-                place, values = distinct_entries(mine.detach(), original.detach())
-                place.copy_(values, non_blocking=True)
+                write_entries(mine.detach(), original.detach(), non_blocking=True)
             else:
                 twin._buffers[name] = original.detach().clone().to(self.device)
 

@@ -16,7 +16,7 @@ from meshwright.apply.pipeline.walking.stand_ins import mark, value_of
 from meshwright.apply.state.buffers import persistent_buffers
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
-from meshwright.trees import distinct_entries
+from meshwright.trees import write_entries
 
 __all__: list[str] = []
 
@@ -146,8 +146,7 @@ def _spread_own(
             continue
         with torch.no_grad():
             if buffer is not None and list(buffer.shape) == shape and buffer.dtype == new.dtype:
-                place, values = distinct_entries(buffer, new)
-                place.copy_(values)
+                write_entries(buffer, new)
             else:
                 known = None if buffer is None else value_of(buffer)
                 child._buffers[key] = new if known is None else mark(new, known)
@@ -165,8 +164,7 @@ def _spread_of_units(
             owner = unit.get_submodule(prefix)
             present = owner._buffers.get(key)
             if present is not None and own[name].get(path) == [shape, dtype, persistent]:
-                place, values = distinct_entries(present, collector.tensor(present, source))
-                place.copy_(values)
+                write_entries(present, collector.tensor(present, source))
                 continue
             new = collector.tensor(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), source)
             if key in owner._buffers or not hasattr(owner, key):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ from meshwright.trees import tensors_in
 __all__: list[str] = []
 
 _MADE = "_meshwright_made"  # attribute of a tensor that a unit has made: (observer, place of the call)
-_GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009 - torch's counter of operations asks all results for it
+_GRAD_FN = inspect.getattr_static(Tensor, "grad_fn").__get__  # torch's counter of operations asks all results for it
 
 
 def observe(
