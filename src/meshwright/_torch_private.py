@@ -64,6 +64,7 @@ __all__ = [
     "pytree",
     "recorded_shape",
     "run_backward",
+    "set_version",
     "set_worker_info",
     "storage_id",
     "unsafe_sparse",
@@ -71,7 +72,6 @@ __all__ = [
     "without_function_modes",
     "without_function_subclasses",
     "without_view",
-    "write_back",
 ]
 
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
@@ -160,10 +160,8 @@ def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def write_back(tensor: torch.Tensor, values: torch.Tensor, version: int) -> None:
-    """Give a tensor the values that it had, and its count of writes: a graph that has saved it since may run backward."""
-    with torch.no_grad():
-        tensor.detach().copy_(values)
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set a tensor's count of writes."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from meshwright._torch_private import set_version
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -123,6 +124,13 @@ def write_entries(tensor: torch.Tensor, values: torch.Tensor, *, non_blocking: b
     """Copy values into a tensor of their shape, whose entries may share memory along a dim: `expand` made it."""
     place, first = distinct_entries(tensor, values)
     place.copy_(first, non_blocking=non_blocking)
+
+
+def write_back(tensor: torch.Tensor, values: torch.Tensor, version: int) -> None:
+    """Give a tensor the values that it had, and its count of writes: a graph that has saved it since may run backward."""
+    with torch.no_grad():
+        write_entries(tensor.detach(), values)
+    set_version(tensor, version)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import without_dispatch_modes, without_function_modes, write_back
+from meshwright._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.apply.state.arrays import is_array, read_array, shares_memory, write_array
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import is_generator, read_generator, write_generator
 from meshwright.apply.state.slots import has_slots, read_slots, write_slots
 from meshwright.errors import ApplyError
-from meshwright.trees import distinct_entries
+from meshwright.trees import write_back
 
 __all__: list[str] = []
 
@@ -270,7 +270,7 @@ def insides_put_back(*values: Any, depth: int = 8) -> Iterator[None]:
                 write_parts(value, parts)
             for tensor, version, entries in tensors.values():
                 if tensor._version != version:
-                    write_back(*distinct_entries(tensor, entries), version)
+                    write_back(tensor, entries, version)
 
 
 class Attributes:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from meshwright._torch_private import WrapperTensor, write_back
-from meshwright.trees import distinct_entries
+from meshwright._torch_private import WrapperTensor
+from meshwright.trees import write_back
 
 __all__: list[str] = []
 
@@ -51,7 +51,7 @@ class BufferSnapshot:
         for owner, name, tensor, value, version, known in self._held:
             # BatchNorm writes its statistics uncounted. A pipeline may still need them, of another micro-batch, in a backward.
             if value is not None and (tensor._version != version or not torch.equal(tensor.detach(), value)):
-                write_back(*distinct_entries(tensor, value), version)
+                write_back(tensor, value, version)
             if vars(tensor) != known:
                 vars(tensor).clear()
                 vars(tensor).update(known)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import write_back
 from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.generators import draws_globally, is_generator
 from meshwright.apply.state.libraries import Home
 from meshwright.apply.state.slots import read_slots
-from meshwright.trees import distinct_entries
+from meshwright.trees import write_back
 
 __all__: list[str] = []
 
@@ -330,7 +329,7 @@ class Elsewhere:
                 write_parts(value, parts)
         for tensor, version, held in self._tensors:
             if tensor._version != version and held is not None:
-                write_back(*distinct_entries(tensor, held), version)
+                write_back(tensor, held, version)
 
     def changed(self) -> dict[Any, str]:
         """Return the changes: keys for `reaches`, with names. A dict that has only grown is a cache, and not a change."""
