@@ -33,6 +33,7 @@ _PERIOD_S = 0.2
 _IDLE_PERIOD_S = 1.0  # where no call runs: a pool keeps ranks for the next one
 _GROUP_PERIOD_S = 1.0
 _PATIENCE_S = 1.0
+_MARK = "_meshwright_mark"  # by it an exception is known again: most kinds take no weak reference
 
 
 def start(channel: RankEnd, link: RankLink, board: Board, pulse: Pulse, rank: int) -> None:
@@ -53,7 +54,7 @@ class _Watchdog:
         self._group_checked_at = 0.0
         self._limit_bytes = 0
         self._num_oom_kills = -1
-        self._seen: BaseException | None = None
+        self._mark = 0  # of the exception seen last
         self._seen_at = 0.0
         self._left_when_seen = 0
 
@@ -84,8 +85,12 @@ class _Watchdog:
 
     def _look_for_exception(self, now: float) -> None:
         error = _handled_exception(self._main_thread)
-        if error is None or error is not self._seen:
-            self._seen, self._seen_at = error, now
+        if error is None or vars(error).get(_MARK) != self._mark:
+            # A reference would keep what its frames hold past its `except` block: a whole model, or what did not fit.
+            self._mark += 1
+            if error is not None:
+                vars(error)[_MARK] = self._mark
+            self._seen_at = now
             self._left_when_seen = self._board.read(self._rank).num_left
             return
         if now - self._seen_at < _PATIENCE_S or not self._peer_waits(now):

@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from unittest.mock import Mock
 
@@ -248,3 +249,26 @@ def test_whoever_leaves_on_purpose_is_not_told_of_while_it_waits_for_a_save(
     assert len(told) == (0 if has_save and kind is SystemExit else 1)
     notes = ["the save of step 3 was under way, and may be lost"]
     assert getattr(raised, "__notes__", []) == (notes if told and has_save else [])
+
+
+def test_a_handled_exception_is_gone_after_its_block() -> None:
+    # Its frames hold what the user drops by it: a model that another save then met, or the memory that was too little.
+    board = Mock()
+    board.read.return_value = Mock(num_left=0, is_waiting=False, waiting_since=0.0)
+    watched = watchdog._Watchdog(Mock(), Mock(), board, Mock(), 0)
+    watched._main_thread = threading.get_ident()
+    held: list[weakref.ref[set[int]]] = []
+
+    def fail() -> None:
+        large = {1}
+        held.append(weakref.ref(large))
+        raise ValueError
+
+    for now in range(2):
+        try:
+            fail()
+        except ValueError:
+            watched._look_for_exception(float(now))
+            watched._look_for_exception(now + 0.2)
+        assert watched._seen_at == now  # one that came after is another one
+        assert [ref() for ref in held] == [None] * (now + 1)
