@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -179,13 +180,13 @@ def _of_other_models(path: Path, models: list[str]) -> tuple[list[dict[str, Any]
 
 
 def _use_anew(folder: Path) -> None:
-    """Keep what is measured in a new folder, with the compiled transport of the usual one."""
+    """Keep what is measured in a new folder, with the compiled extensions of the usual one: no link to one is followed."""
     from meshwright.comm.shm.build import build_extension
 
-    built = build_extension()
+    usual = build_extension().parent
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not (folder / built.name).exists():
-        (folder / built.name).symlink_to(built)
+    for built in usual.glob("_meshwright_*.so"):
+        shutil.copy(built, folder)
     os.environ[CACHE_VARIABLE] = str(folder)
 
 

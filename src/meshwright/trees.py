@@ -36,22 +36,16 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample
         return tree
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if isinstance(tree, PackedSequence) and by_sample:
-        raise ApplyError(
-            "a PackedSequence cannot be split or moved sample by sample: its rows mix the samples",
-            fix="pass the padded tensor and the lengths, and call pack_padded_sequence inside forward()",
-        )
-    if isinstance(tree, PackedSequence):
-        indices = [None if part is None else function(part) for part in (tree.sorted_indices, tree.unsorted_indices)]
-        return PackedSequence(function(tree.data), tree.batch_sizes, *indices)  # torch keeps batch_sizes on the CPU
-    if isinstance(tree, Mapping):
-        values = {key: map_tensors(value, function, by_sample=by_sample) for key, value in tree.items()}
-        return tree if all(values[key] is tree[key] for key in values) else _like_mapping(tree, values)
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, (list, tuple)):  # before mappings: whether something is one takes as long as all the rest
+        if isinstance(tree, PackedSequence):
+            return _map_packed(tree, function, by_sample=by_sample)
         items = [map_tensors(item, function, by_sample=by_sample) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        values = {key: map_tensors(value, function, by_sample=by_sample) for key, value in tree.items()}
+        return tree if all(values[key] is tree[key] for key in values) else _like_mapping(tree, values)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         # From where they lie: a class may refuse to be asked (a configuration whose layers differ in a field).
         own = getattr(tree, "__dict__", {})
@@ -60,6 +54,16 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample
         values = {name: map_tensors(value, function, by_sample=by_sample) for name, value in fields.items()}
         return tree if all(values[name] is fields[name] for name in fields) else dataclasses.replace(tree, **values)
     return tree
+
+
+def _map_packed(packed: PackedSequence, function: Callable[[torch.Tensor], Any], *, by_sample: bool) -> PackedSequence:
+    if by_sample:
+        raise ApplyError(
+            "a PackedSequence cannot be split or moved sample by sample: its rows mix the samples",
+            fix="pass the padded tensor and the lengths, and call pack_padded_sequence inside forward()",
+        )
+    indices = [None if part is None else function(part) for part in (packed.sorted_indices, packed.unsorted_indices)]
+    return PackedSequence(function(packed.data), packed.batch_sizes, *indices)  # torch keeps batch_sizes on the CPU
 
 
 def _like_mapping(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -32,6 +32,7 @@ TORCH_FREE_ORDER = (
         "host",
         "kept_files",
         "garbage",
+        "python_state",
         "_torch_texts",
     ),
 )

@@ -6,12 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import random
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +33,7 @@ from meshwright.describe.ownership import layer_names, ownership_of
 from meshwright.describe.per_sample import Samples, pick_samples
 from meshwright.describe.recorder import ForwardRecorder
 from meshwright.errors import ApplyError, ConfigError, MeshwrightError, UserCodeError
+from meshwright.python_state import kept_python_state
 from meshwright.spec.model import Autocast, ModelSpec
 from meshwright.trees import map_tensors, tensors_in
 from meshwright.units import format_bytes
@@ -90,7 +89,7 @@ def describe_model(
     if autocast not in ("none", "cpu", "cuda"):
         raise ConfigError(f"autocast={autocast!r} (rule: none, cpu or cuda)", fix='autocast="cuda"')
     job = _Attempts(build_model, example_batch, loss_fn, num_samples, autocast)
-    with _python_draws_kept():
+    with kept_python_state():
         seen = job.run()
     parameters = ownership_of(seen.module, seen.layers)
     assembly = LayerAssembly(seen.recorder, seen.layers, parameters, seen.samples, is_cast=autocast != "none")
@@ -106,17 +105,6 @@ def describe_model(
         notes=(*seen.notes, *assembly.notes),
         **facts_of(seen.module, seen.recorder, seen.samples, parameters.shapes),
     )
-
-
-@contextlib.contextmanager
-def _python_draws_kept() -> Iterator[None]:
-    """Put Python's and NumPy's generators back: a forward that draws from them must not change what the program draws next."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _count_samples(batch: Any) -> int:

@@ -14,19 +14,16 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from meshwright.python_state import kept_python_state
+
 __all__: list[str] = []
 
 
 @contextlib.contextmanager
 def kept(device: torch.device) -> Iterator[None]:
     """Return a context after which all generators are as before: Python's, NumPy's, torch's, and those of a GPU."""
-    python, legacy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)
+    with kept_python_state(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
 from meshwright.apply.randomness.sites import Call, DrawNote, ForwardDraws, StepDraws, in_forward, in_step
-from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.batches import BatchSplitter
+from meshwright.python_state import PythonState
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome
 from meshwright.trees import tensors_in
 

@@ -17,8 +17,8 @@ from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_cut
 from meshwright.apply.randomness.sites import Call, ForwardDraws, Names, StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
-from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.batches import BatchSplitter
+from meshwright.python_state import PythonState
 from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together

@@ -69,7 +69,7 @@ class LooseGradients:
         ]
         # A sum of zeros and ones, exact in every floating dtype as long as there are fewer than 256 ranks.
         census = torch.tensor([*present, bool(self._taken)], dtype=full[0].dtype)
-        self.group.all_reduce_together([*(torch.view_as_real(g) if g.is_complex() else g for g in full), _real(census)])
+        self.group.all_reduce_together([_real(tensor) for tensor in [*full, census]])
         *counts, num_takers = census.tolist()
         if num_takers:
             self.refuse_taken()
@@ -122,8 +122,8 @@ def raise_taken(names: Sequence[str], taken: set[int], group: Communicator, devi
         )
 
 
-def _real(census: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(census) if census.is_complex() else census
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _share(tensors: Sequence[torch.Tensor], index: int, count: int) -> list[torch.Tensor]:

@@ -38,10 +38,10 @@ from meshwright.apply.recompute.kept import UnseenWrites, keeping_contexts
 from meshwright.apply.recompute.repetition import Repetition
 from meshwright.apply.state.attributes import Attributes, Moment
 from meshwright.apply.state.outside import Elsewhere, Outside
-from meshwright.apply.state.random_states import PythonState
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
+from meshwright.python_state import PythonState
 
 __all__: list[str] = []
 

@@ -37,7 +37,12 @@ def is_ours(hook: Any) -> bool:
     """Tell whether a hook belongs to this package."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return (getattr(hook, "__module__", None) or "").split(".")[0] == "meshwright"
+    return _is_name_of_ours(getattr(hook, "__module__", None) or "")
+
+
+@functools.cache
+def _is_name_of_ours(module: str) -> bool:
+    return module.split(".", maxsplit=1)[0] == "meshwright"
 
 
 class UserHook:
@@ -113,6 +118,8 @@ class GradientHooks:
             facts = self._facts(name, parameter, is_term=id(parameter) in terms)
             if facts is not None:
                 self._parameters.append((parameter, facts))
+        self._seen: list[list[Any]] = [[] for _ in self._parameters]
+        """Hooks on the gradient of each when they were last looked at: in nearly every step they are the same."""
 
     @classmethod
     def of(cls, engine: Engine, *, accumulates: bool) -> Self:
@@ -140,10 +147,11 @@ class GradientHooks:
 
     def guard(self) -> None:
         """Wrap hooks registered since the last call, so that each gets a gradient marked as shard or term."""
-        for parameter, facts in self._parameters:
+        for index, (parameter, facts) in enumerate(self._parameters):
             hooks = parameter._backward_hooks
-            if hooks:
+            if hooks and [*hooks.values()] != self._seen[index]:
                 _wrap(hooks, lambda hook, facts=facts: _TensorHook(hook, self._switch, facts))  # pyright: ignore
+                self._seen[index] = [*hooks.values()]
             hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
             if hooks:
                 if self._accumulates:  # later micro-batches would add to what it has already scaled

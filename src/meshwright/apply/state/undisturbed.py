@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from meshwright.apply.state.buffers import BufferSnapshot, buffer_slots
-from meshwright.apply.state.random_states import PythonState, kept_random_states
+from meshwright.apply.state.random_states import kept_random_states
 from meshwright.describe.function_caches import no_cached_tensors
+from meshwright.python_state import PythonState
 
 __all__: list[str] = []
 

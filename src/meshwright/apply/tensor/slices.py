@@ -358,4 +358,6 @@ def plain_values(tree: Any) -> Any:
 
 def make_whole(tree: Any) -> Any:
     """Return a tensor, or containers, with every tensor in slices gathered."""
+    if type(tree) is Tensor:  # most calls, of which there are several in each layer
+        return tree
     return map_tensors(tree, lambda tensor: tensor.gathered() if isinstance(tensor, Slices) else tensor)

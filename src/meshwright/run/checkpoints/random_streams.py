@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.state.random_states import PythonState
 from meshwright.errors import CheckpointError
+from meshwright.python_state import PythonState
 from meshwright.run.diagnose import RandomState
 
 __all__: list[str] = []

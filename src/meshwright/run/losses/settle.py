@@ -183,14 +183,16 @@ class ModelWatch:
     def _read(self) -> list[Any]:
         values = [own.get(name) for own, names in self._slots for name in names]
         values += [own.get(name) for own in self._plain for name in ("training", *_HOOKS)]
-        return [value if type(value) in _NUMBERS else _users_hooks(value) for value in values]
+        # Nearly all tables of hooks are empty: this runs in every step, and calls nothing for them.
+        return [
+            value if type(value) in _NUMBERS else _users_hooks(value) if type(value) is OrderedDict and value else None
+            for value in values
+        ]
 
 
-def _users_hooks(value: Any) -> tuple[int, ...] | None:
-    """Return the numbers of the user's hooks in a table of them; None for anything else."""
-    if type(value) is not OrderedDict or not value:
-        return None
-    return tuple(number for number, hook in value.items() if isinstance(number, int) and not isinstance(hook, OwnHook))
+def _users_hooks(hooks: OrderedDict[Any, Any]) -> tuple[int, ...]:
+    """Return the numbers of the user's hooks in a table of them."""
+    return tuple(number for number, hook in hooks.items() if isinstance(number, int) and not isinstance(hook, OwnHook))
 
 
 def _form_of(batch: Any) -> Any:

@@ -27,9 +27,9 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.state.outside import Outside
-from meshwright.apply.state.random_states import PythonState
 from meshwright.errors import ConfigError, CorruptionError
 from meshwright.mesh import MeshSpec
+from meshwright.python_state import PythonState
 from meshwright.run.agreement import Saying
 from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings

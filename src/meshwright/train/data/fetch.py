@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from meshwright.python_state import kept_python_state
 from meshwright.train.data.order import mix
 
 __all__: list[str] = []
@@ -133,13 +134,12 @@ def seed_everything(seed: int) -> None:
 @contextlib.contextmanager
 def isolated_rng() -> Generator[None]:
     """Restore the random state of torch's CPU generator, numpy and random after the context."""
-    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+    state = torch.default_generator.get_state()
+    with kept_python_state():
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
 
 
 def read_batches(

@@ -40,10 +40,10 @@ from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.apply.state.outside import Outside
-from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.flop_counter import make_flop_counter, recurrence_flops
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError
+from meshwright.python_state import PythonState
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.apply.randomness.sites import draws_by_place
-from meshwright.apply.state.random_states import PythonState
+from meshwright.python_state import PythonState
 
 __all__: list[str] = []
 

@@ -32,8 +32,8 @@ from meshwright.apply.pipeline.walking.without_numbers import (
 )
 from meshwright.apply.state.buffers import buffer_slots
 from meshwright.apply.state.hook_tables import hooks_put_back
-from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.function_caches import no_cached_tensors
+from meshwright.python_state import PythonState
 from meshwright.trees import LEAVES
 
 __all__: list[str] = []

@@ -54,7 +54,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
-from meshwright.apply.state.random_states import PythonState
+from meshwright.python_state import PythonState
 
 __all__: list[str] = []
 

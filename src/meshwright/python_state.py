@@ -1,0 +1,61 @@
+"""States of Python's and NumPy's global generators: kept, compared, sent to other ranks, restored."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+__all__: list[str] = []
+
+
+class PythonState:
+    """The states of Python's and NumPy's global generators."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy: Any = np.random.get_state()
+
+    def restore(self) -> None:
+        """Restore both."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def has_moved(self) -> bool:
+        """Tell whether either has drawn since."""
+        now: Any = np.random.get_state()
+        is_same = now[2:] == self.numpy[2:] and np.array_equal(now[1], self.numpy[1])
+        return not is_same or random.getstate() != self.python
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Positions of both in their blocks of numbers."""
+        return self.python[1][-1], self.numpy[2]
+
+    def to_json(self) -> list[Any]:
+        """Return both as JSON values, equal where the states are."""
+        version, words, gauss = self.python
+        kind, keys, *rest = self.numpy
+        return [[version, list(words), gauss], [kind, keys.tolist(), *rest]]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> PythonState:
+        """Return what `to_json` gave."""
+        state = cls()
+        (version, words, gauss), (kind, keys, *rest) = value
+        state.python = (version, tuple(words), gauss)
+        state.numpy = (kind, np.array(keys, dtype="uint32"), *rest)
+        return state
+
+
+@contextlib.contextmanager
+def kept_python_state() -> Iterator[None]:
+    """Restore both after the context: what it runs must not change what the program draws next."""
+    state = PythonState()
+    try:
+        yield
+    finally:
+        state.restore()
