@@ -60,3 +60,21 @@ def test_result_files_of_the_index_exist() -> None:
             for path in found:
                 for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
                     json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "docs/architecture.md", ROOT / "docs/adding_a_strategy.md", ROOT / "CONTRIBUTING.md"],
+    ids=lambda page: page.stem,
+)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    package = ROOT / "src/meshwright"
+    rooms = "|".join(path.parent.name for path in package.glob("*/__init__.py"))
+    named = re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w/]+)(\.\w+)?", page.read_text())
+    assert named
+    missing = [
+        name + kind
+        for name, kind in named
+        if not any((base / (name + end)).exists() for base in (package, ROOT / "tests") for end in (kind, "", ".py"))
+    ]
+    assert missing == []
