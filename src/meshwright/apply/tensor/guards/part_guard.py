@@ -207,7 +207,8 @@ class Guard:
     def _note(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
-            _log.warning("'%s' runs whole on %d ranks for such a call: %s", self._name, self._group.size, reason)
+            name = self._name or "the model"
+            _log.warning("'%s' runs whole on %d ranks for such a call: %s", name, self._group.size, reason)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
