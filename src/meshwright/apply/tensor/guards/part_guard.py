@@ -26,6 +26,7 @@ from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside, name_below
 from meshwright.describe.function_caches import no_cached_tensors
+from meshwright.ranks.allocator import memory_kept
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
@@ -190,7 +191,7 @@ class Guard:
         given = map_tensors((args, kwargs), _for_proof)
         call = Call(args=given[0], kwargs=given[1], ambient=ambient)
         # In a thread of its own, where this thread's modes and autograd's hooks are not in force.
-        with self._undisturbed(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with self._undisturbed(), memory_kept(), concurrent.futures.ThreadPoolExecutor(1) as pool:
             reason, sizes, values, is_same = pool.submit(self._why_not, call, sizes).result()
         if values and not (reason or all(tensor.requires_grad for tensor in elsewhere)):
             reason, values = "it reads values, and another pipeline stage computes some that it may read", 2

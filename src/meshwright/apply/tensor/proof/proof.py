@@ -316,7 +316,7 @@ class Experiment:
             for outcome, cutting in runs:
                 outcome.gradients.clear()
                 cutting.drop_values()
-            self._values.collect()
+            self._values.collect(self._inputs)
 
     def _compare(self, runs: Sequence[tuple[Outcome, Cutting]]) -> tuple[str, ...]:
         outcomes = [outcome for outcome, _ in runs]

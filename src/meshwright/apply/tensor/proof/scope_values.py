@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.ranks.allocator import return_freed_memory
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
@@ -19,6 +20,8 @@ _SEED = 20260
 _LARGE = 10**6
 """Entries of a scope's parameters from which the collector is run after each use [count]."""
 
+_LARGE_INPUTS = 2**16
+"""The same of a call's inputs: a block of a transformer keeps some thirty times as many for backward [count]."""
 
 _WHOLE_EVERY = 8
 """Collections of which one looks at all objects [count]."""
@@ -84,9 +87,9 @@ class ScopeValues:
         self._state = generator.get_state()
         self._versions = versions_of(self._shared)
 
-    def collect(self) -> None:
-        """Free copies that were run, where they are large: modules refer to themselves, and keep shards and gradients."""
-        if self.is_large:
+    def collect(self, inputs: Any = None) -> None:
+        """Free copies that were run, where they or what they were run with are large: they refer to themselves, and keep it."""
+        if self.is_large or sum(tensor.numel() for tensor in tensors_in(inputs)) >= _LARGE_INPUTS:
             # All but the oldest objects: what a run made is young, and a whole collection takes a tenth of a second.
             ScopeValues._num_collections += 1
             gc.collect(1 if ScopeValues._num_collections % _WHOLE_EVERY else 2)
