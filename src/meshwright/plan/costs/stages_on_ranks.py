@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 
 from meshwright.plan.costs.setup import Setup
@@ -18,13 +20,18 @@ class StagesOnRanks:
     def __init__(self, bounds: Sequence[int], setup: Setup) -> None:
         self.bounds = bounds
         self.num_ranks = setup.pp
-        self.ranks = [rank_of_stage(stage, setup.pp, setup.schedule) for stage in range(len(bounds) - 1)]
+        self.ranks = _ranks_of(len(bounds) - 1, setup.pp, setup.schedule)
+        self._at_bounds = operator.itemgetter(*bounds)
 
     def on_ranks(self, sums: Sequence[float]) -> list[float]:
         """Return what each rank's stages sum up to."""
+        at_bounds = self._at_bounds(sums)
+        of_stages = list(map(operator.sub, at_bounds[1:], at_bounds))
+        if len(of_stages) == self.num_ranks:  # one each, in turn
+            return of_stages
         found = [0.0] * self.num_ranks
-        for rank, (first, last) in zip(self.ranks, itertools.pairwise(self.bounds), strict=True):
-            found[rank] += sums[last] - sums[first]
+        for rank, own in zip(self.ranks, of_stages, strict=True):
+            found[rank] += own
         return found
 
     def rank_of(self, layer: int) -> int:
@@ -46,3 +53,8 @@ class StagesOnRanks:
         for rank, (first, last) in zip(self.ranks, itertools.pairwise(self.bounds), strict=True):
             found[rank] = max(found[rank], *values[first:last])
         return found
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _ranks_of(num_stages: int, num_ranks: int, schedule: str) -> tuple[int, ...]:
+    return tuple(rank_of_stage(stage, num_ranks, schedule) for stage in range(num_stages))
