@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshwright.plan.costs.setup import Setup
 
 __all__: list[str] = []
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankLoad:
     """What one pp rank holds, before ZeRO."""
 
@@ -25,10 +25,6 @@ class RankLoad:
     """The largest result that is alive beside what is kept, such as the logits in fp32 [bytes]."""
     recomputed_bytes: float
     """What one layer keeps while it is run again [bytes]."""
-
-    def sizes(self) -> tuple[float, ...]:
-        """Return all of it, in one order."""
-        return self.num_params, self.activation_bytes, self.largest_params, self.output_bytes, self.recomputed_bytes
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,6 +89,13 @@ def micro_batches_in_flight(rank: int, setup: Setup) -> float:
     return min(ranks - rank, micro_batches)
 
 
+def in_flight_on_ranks(setup: Setup) -> list[float]:
+    """Return `micro_batches_in_flight` of each pp rank [count]."""
+    if setup.schedule in ("1f1b", "interleaved"):
+        return [micro_batches_in_flight(rank, setup) for rank in range(setup.pp)]
+    return [micro_batches_in_flight(0, setup)] * setup.pp  # which is the same on all of them
+
+
 def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMemory:
     """Return the memory of one rank at its peak."""
     parameters, gradients, optimizer = state_bytes(load.num_params, setup)
@@ -105,14 +108,13 @@ def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMem
     return RankMemory(parameters, gradients, optimizer, load.activation_bytes, buffers)
 
 
-def not_exceeded(loads: Sequence[RankLoad]) -> list[RankLoad]:
-    """Return the loads of which no other one has at least as much of everything; of equal ones the first."""
-    kept: list[tuple[tuple[float, ...], RankLoad]] = []
-    seen = {load.sizes(): load for load in reversed(loads)}
-    for sizes in sorted(seen, reverse=True):  # whatever exceeds one comes before it
-        if not any(all(map(operator.ge, other, sizes)) for other, _ in kept):
-            kept.append((sizes, seen[sizes]))
-    return [load for _, load in kept]
+def not_exceeded(loads: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Return the loads, each as its sizes, of which no other one has at least as much of everything; each once."""
+    kept: list[tuple[float, ...]] = []
+    for sizes in sorted(set(loads), reverse=True):  # whatever exceeds one comes before it
+        if not any(all(map(operator.ge, other, sizes)) for other in kept):
+            kept.append(sizes)
+    return kept
 
 
 def fullest(memories: Sequence[RankMemory]) -> RankMemory:

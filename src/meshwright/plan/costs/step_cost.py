@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from meshwright.plan.costs.layer_times import LayerTimes
 from meshwright.plan.costs.rank_memory import RankLoad, RankMemory
+from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
 
 __all__: list[str] = []
 
@@ -39,6 +42,9 @@ class PassesCost:
     bubble_s: float
     waits_s: float
     num_params: float
-    sent_tp_bytes: float
-    sent_pp_bytes: float
     loads: list[RankLoad]
+    """What the ranks hold, without those that another one exceeds in everything."""
+    kinds: tuple[LayerTimes, ...]
+    placed: StagesOnRanks
+    setup: Setup
+    """What the passes saw of it."""

@@ -18,6 +18,7 @@ from meshwright.plan.costs.rank_memory import (
     RankLoad,
     RankMemory,
     fullest,
+    in_flight_on_ranks,
     micro_batches_in_flight,
     not_exceeded,
     rank_memory,
@@ -80,12 +81,14 @@ class StepCosts:
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         self._kinds, self._kind = _kinds_of(model)
+        self._inner_kinds = set(self._kind[:-1])
         place = {layer.name: index for index, layer in enumerate(model.layers)}
         weights = sum(1 for layer in model.layers for operator in layer.operators if operator.num_params)
         self._num_tensors = _TENSORS * max(weights, len(model.layers))
         self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
         self._fresh = params_at_first_use(model)
         self._whole_shares: dict[float, float] = {}
+        self._own_cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.use(efficiency or cluster.efficiency or efficiency_of(cluster.device.name))
 
     def use(self, efficiency: Efficiency) -> None:
@@ -94,6 +97,7 @@ class StepCosts:
         self._times = functools.lru_cache(maxsize=4096)(self._times_of)
         self._passes = functools.lru_cache(maxsize=4096)(self._passes_of)
         self._cuts = functools.lru_cache(maxsize=4096)(self._cut_of)
+        self._placed = functools.lru_cache(maxsize=1024)(functools.partial(StagesOnRanks, kinds=self._kind))
         self._sums_of = functools.lru_cache(maxsize=1024)(self._added_up)  # pipelines differ in few of them
 
     def _times_of(self, *seen: object) -> tuple[LayerTimes, ...]:
@@ -123,7 +127,8 @@ class StepCosts:
             depth=len(self._kind) / setup.pp,
             whole_share=self._whole_share(setup) if setup.zero >= 3 else 0.0,
         )
-        sent = {"dp": shared.sent_bytes, "tp": passes.sent_tp_bytes, "pp": passes.sent_pp_bytes}
+        sent_tp, sent_pp = self._sent_bytes(passes)
+        sent = {"dp": shared.sent_bytes, "tp": sent_tp, "pp": sent_pp}
         return StepCost(
             forward_s=passes.forward_s,
             backward_s=passes.backward_s,
@@ -168,7 +173,10 @@ class StepCosts:
 
     def _bounds(self, of_kinds: tuple[float, ...], num_stages: int, setup: Setup) -> tuple[int, ...]:
         if setup.cut_by_work and 1 < num_stages <= _MOST_STAGES:
-            return own_cut(self.model, setup)
+            seen = (setup.micro_batch_size, setup.tp > 1, setup.pp, setup.virtual, setup.schedule)
+            if seen not in self._own_cuts:
+                self._own_cuts[seen] = own_cut(self.model, setup)
+            return self._own_cuts[seen]
         even = even_cut(len(self._kind), num_stages) if setup.cut_evenly and num_stages > 1 else None
         return even or self._cuts(of_kinds, num_stages)
 
@@ -190,7 +198,7 @@ class StepCosts:
         of_kinds = tuple(sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True))
         totals = self._sums(of_kinds)
         num_stages = min(setup.num_stages, len(self._kind))
-        placed = StagesOnRanks(self._bounds(of_kinds, num_stages, setup), setup)
+        placed = self._placed(self._bounds(of_kinds, num_stages, setup), setup.pp, setup.schedule)
         walks = self._walks_s(placed, setup)
         busy = [one + walk for one, walk in zip(placed.on_ranks(totals), walks, strict=True)]
         params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
@@ -209,14 +217,10 @@ class StepCosts:
             send_s=send_s,
         )
         forward, backward, again = (
-            placed.on_ranks(self._sums([one[part] for one in passes]))[slowest] * setup.micro_batches
-            for part in range(3)
+            placed.on_rank(slowest, self._sums(part)) * setup.micro_batches for part in zip(*passes, strict=True)
         )
         forward += walks[slowest] * setup.micro_batches
         backward += params[slowest] * accumulated * setup.micro_batches
-        sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
-        layers = [kinds[kind] for kind in self._kind]
-        sent += chain_bytes(layers, placed, setup) / setup.pp
         return PassesCost(
             forward_s=forward,
             backward_s=backward,
@@ -224,10 +228,21 @@ class StepCosts:
             bubble_s=bubble,
             waits_s=max(0.0, total - bubble - forward - backward - again),
             num_params=sum(params) if setup.schedule == "sequential" else max(params),
-            sent_tp_bytes=sent * setup.micro_batches + partial_bytes(layers, setup) / setup.pp,
-            sent_pp_bytes=pipeline_bytes(layers, placed, setup, self._shared),
             loads=self._loads(kinds, params, placed, setup),
+            kinds=kinds,
+            placed=placed,
+            setup=setup,
         )
+
+    def _sent_bytes(self, passes: PassesCost) -> tuple[float, float]:
+        """Return what a rank sends over tp and over pp in the mean [bytes]."""
+        kinds, placed, setup = passes.kinds, passes.placed, passes.setup
+        layers = [kinds[kind] for kind in self._kind]
+        sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
+        sent += chain_bytes(layers, placed, setup) / setup.pp
+        partial = self._sums([times.partial_params for times in kinds])[-1]
+        over_tp = sent * setup.micro_batches + partial_bytes(partial, setup) / setup.pp
+        return over_tp, pipeline_bytes(layers, placed, setup, self._shared)
 
     def seconds(self, setup: Setup) -> float:
         """Return the time of one step [s]."""
@@ -276,7 +291,7 @@ class StepCosts:
 
     def _width(self, kinds: Sequence[LayerTimes]) -> float:
         """Return the largest result that a stage may hand on [bytes]."""
-        return max((kinds[kind].input_bytes for kind in self._kind[:-1]), default=0.0)
+        return max((kinds[kind].input_bytes for kind in self._inner_kinds), default=0.0)
 
     def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
         """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
@@ -318,26 +333,19 @@ class StepCosts:
     ) -> list[RankLoad]:
         """Return what the ranks hold, without those that another one exceeds in everything."""
         kept = placed.on_ranks(self._sums([times.kept_bytes(setup.recompute) for times in kinds]))
-        largest = placed.most([kinds[kind].num_params for kind in self._kind])
+        largest = placed.most([times.num_params for times in kinds])
         again = [0.0] * setup.pp
         if setup.recompute in _RUN_AGAIN:
-            again = placed.most([kinds[kind].saved_bytes + kinds[kind].cast_bytes for kind in self._kind])
+            again = placed.most([times.saved_bytes + times.cast_bytes for times in kinds])
         outputs = kinds[self._kind[-1]].loss_bytes
         if setup.blocks_on_messages and setup.pp > 1:
             kept = [one + self._width(kinds) for one in kept]
-        loads = [
-            RankLoad(
-                num_params=params[rank],
-                activation_bytes=kept[rank] * micro_batches_in_flight(rank, setup),
-                largest_params=largest[rank],
-                output_bytes=outputs if rank == placed.ranks[-1] else 0.0,
-                recomputed_bytes=again[rank],
-            )
-            for rank in range(setup.pp)
-        ]
-        if setup.schedule == "sequential":  # one process has them all
-            return loads
-        return not_exceeded(loads)
+        in_flight = map(operator.mul, kept, in_flight_on_ranks(setup))
+        last = [outputs if rank == placed.ranks[-1] else 0.0 for rank in range(setup.pp)]
+        sizes = list(zip(params, in_flight, largest, last, again, strict=True))
+        if setup.schedule != "sequential":  # where one process has them all
+            sizes = not_exceeded(sizes)
+        return [RankLoad(*one) for one in sizes]
 
 
 _SEEN: Final = (
