@@ -24,7 +24,7 @@ from meshwright.plan.costs.rank_memory import (
     rank_memory,
     together,
 )
-from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.setup import Setup, StateBytes
 from meshwright.plan.costs.stage_bytes import chain_bytes, partial_bytes, pipeline_bytes
 from meshwright.plan.costs.stages import balanced_cut, even_cut, own_cut, params_at_first_use, pipeline_s
 from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
@@ -127,7 +127,7 @@ class StepCosts:
             depth=len(self._kind) / setup.pp,
             whole_share=self._whole_share(setup) if setup.zero >= 3 else 0.0,
         )
-        sent_tp, sent_pp = self._sent_bytes(passes)
+        sent_tp, sent_pp = self._sent_bytes(passes, setup.states)
         sent = {"dp": shared.sent_bytes, "tp": sent_tp, "pp": sent_pp}
         return StepCost(
             forward_s=passes.forward_s,
@@ -234,9 +234,9 @@ class StepCosts:
             setup=setup,
         )
 
-    def _sent_bytes(self, passes: PassesCost) -> tuple[float, float]:
+    def _sent_bytes(self, passes: PassesCost, states: StateBytes) -> tuple[float, float]:
         """Return what a rank sends over tp and over pp in the mean [bytes]."""
-        kinds, placed, setup = passes.kinds, passes.placed, passes.setup
+        kinds, placed, setup = passes.kinds, passes.placed, passes.setup.with_fields(states=states)
         layers = [kinds[kind] for kind in self._kind]
         sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
         sent += chain_bytes(layers, placed, setup) / setup.pp
