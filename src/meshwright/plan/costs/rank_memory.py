@@ -52,16 +52,16 @@ def state_bytes(num_params: float, setup: Setup) -> tuple[float, float, float]:
     """
     states, shard = setup.states, setup.shard
     trained = num_params if setup.trains_weights else 0.0
-    parameters = num_params * states.parameter * _kept(3, setup)
-    gradients = trained * states.gradient * _kept(2, setup)
+    parameters, gradients = num_params * states.parameter, trained * states.gradient
+    if setup.zero >= 2:
+        kept = _kept(setup)
+        parameters, gradients = parameters * (kept if setup.zero >= 3 else 1.0), gradients * kept
     optimizer = trained * states.optimizer / (shard if setup.zero >= 1 else 1)
     return parameters, gradients, 0.0 if setup.offloads_optimizer else optimizer
 
 
-def _kept(stage: int, setup: Setup) -> float:
-    """Return the share of what ZeRO shards from a stage on that a rank has at the peak: beside its shard, all, where per step."""
-    if setup.zero < stage:
-        return 1.0
+def _kept(setup: Setup) -> float:
+    """Return the share of what ZeRO shards that a rank has at the peak: beside its shard, all, where per step."""
     return 1 / setup.shard + (1.0 if setup.per_step and setup.shard > 1 else 0.0)
 
 
@@ -119,7 +119,7 @@ def not_exceeded(loads: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
 
 def fullest(memories: Sequence[RankMemory]) -> RankMemory:
     """Return the memory of the fullest rank."""
-    return max(memories, key=lambda memory: memory.peak)
+    return memories[0] if len(memories) == 1 else max(memories, key=lambda memory: memory.peak)
 
 
 def together(memories: Sequence[RankMemory], copies: int) -> RankMemory:
