@@ -22,6 +22,7 @@ from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, set
 from meshwright.plan.search.ranking import FoundPlans, _as_cut, make_plans, predict_plan, search
 from meshwright.plan.search.select import select_strategy
 from meshwright.plan.search.space import RULES, Choice, Degrees, Task, all_choices, all_degrees, rule_against
+from meshwright.schedule.balance import balance_layers
 from meshwright.spec import LayerSpec, ModelSpec, Plan, TrainSpec
 from meshwright.spec.operator import OperatorSpec
 
@@ -124,6 +125,13 @@ def test_stages_are_those_of_all_halves(costs: list[float], data: st.DataObject)
     prefix = [0.0, *itertools.accumulate(costs)]
     num_stages = data.draw(st.integers(2, len(costs)))
     assert balanced_cut(prefix, num_stages) == halved(prefix, num_stages)
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-9, 0.1, 0.3, 1.0, 1.0, 7.5]), min_size=1, max_size=20), st.data())
+def test_layers_lie_where_a_look_at_every_start_puts_them(costs: list[float], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+    every = balance_layers(costs, num_stages, [None] * len(costs))  # with wishes each start is looked at
+    assert balance_layers(costs, num_stages) == every
 
 
 def plan_of_choice(degrees: Degrees, choice: Choice) -> Plan:
