@@ -12,7 +12,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,6 +49,12 @@ def clean(text: object) -> str:
     return _SURROGATE.sub("?", _CONTROL.sub("", _ESCAPE.sub("", str(text))))
 
 
+def _escaped(text: object) -> str:
+    from html import escape  # what is printed needs no tables of entities
+
+    return escape(clean(text))
+
+
 def html_block(title: str, *parts: str) -> str:
     """Return parts of HTML under a title, for a notebook.
 
@@ -57,7 +62,7 @@ def html_block(title: str, *parts: str) -> str:
         title: Text, which is escaped.
         *parts: HTML.
     """
-    return f"<div><p><b>{escape(clean(title))}</b></p>{''.join(parts)}</div>"
+    return f"<div><p><b>{_escaped(title)}</b></p>{''.join(parts)}</div>"
 
 
 def html_table(head: Sequence[object], rows: Iterable[Sequence[object]], *, most: int = 200) -> str:
@@ -72,15 +77,15 @@ def html_table(head: Sequence[object], rows: Iterable[Sequence[object]], *, most
     '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
     """
     found = [list(row) for row in rows]
-    shown = "".join(f"<tr>{''.join(f'<td>{escape(clean(cell))}</td>' for cell in row)}</tr>" for row in found[:most])
+    shown = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in found[:most])
     more = f"<p>{len(found) - most} more rows are not shown</p>" if len(found) > most else ""
-    names = "".join(f"<th>{escape(clean(name))}</th>" for name in head)
+    names = "".join(f"<th>{_escaped(name)}</th>" for name in head)
     return f"<table><thead><tr>{names}</tr></thead><tbody>{shown}</tbody></table>{more}"
 
 
 def html_text(text: object) -> str:
     """Return text as a block of HTML that keeps its lines."""
-    return f"<pre>{escape(clean(text))}</pre>"
+    return f"<pre>{_escaped(text)}</pre>"
 
 
 def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:

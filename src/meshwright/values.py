@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import hashlib
 import json
 import math
 import types
@@ -175,6 +174,8 @@ class Value:
     @property
     def hash(self) -> str:
         """The sha256 of what differs from the defaults, in hex: the same in every process and release."""
+        import hashlib  # its libraries take ten milliseconds to load, and most commands hash nothing
+
         differing: dict[str, Any] = {}
         for field in _fields(type(self)):
             value = getattr(self, field.name)

@@ -10,7 +10,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from meshwright.hardware.exchanges import problems_of
@@ -211,4 +211,4 @@ def efficiency_of(device: str) -> Efficiency:
 @functools.cache
 def read_table() -> Mapping[str, Any]:
     """Return efficiency.toml as it is: tables ``all`` and ``devices``."""
-    return tomllib.loads(resources.files("meshwright.hardware").joinpath("efficiency.toml").read_text("utf-8"))
+    return tomllib.loads(Path(__file__).with_name("efficiency.toml").read_text("utf-8"))

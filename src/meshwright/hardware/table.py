@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,7 +131,7 @@ def _network_of(text: str, name: str | None) -> str | None:
 @functools.cache
 def read_table() -> Mapping[str, Any]:
     """Return devices.toml as it is: tables ``sources``, ``links`` and ``devices``."""
-    return tomllib.loads(resources.files("meshwright.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name("devices.toml").read_text("utf-8"))
 
 
 def _read_cluster(path: Path) -> ClusterSpec:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.errors import ApplyError
 
@@ -30,7 +31,8 @@ def work_of(forward_flops: float, num_params: float) -> float:
 def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int | None] | None = None) -> list[int]:
     """Return the stage of each layer, such that the most expensive stage is as cheap as possible.
 
-    Exact, by dynamic programming over the cut positions: O(layers^2 x stages). Among equal cuts the earliest is taken.
+    Exact, by dynamic programming over the cut positions: O(layers x stages), with wishes O(layers^2 x stages). Among equal
+    cuts the earliest is taken.
 
     Args:
         costs: Cost of each layer, in order, not negative [any one unit].
@@ -54,18 +56,19 @@ def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int
             f"{num_layers} layers cannot be spread over {num_stages} devices: each needs at least one layer",
             fix=f"use at most {max(num_layers, 1)} devices",
         )
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
+    prefix = list(itertools.accumulate(costs, initial=0.0))
     # best[s][n]: the cheapest worst stage when the first n layers lie on s stages; cut[s][n]: where the last one starts.
     best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
     cut = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
     best[0][0] = 0.0
     for stage in range(1, num_stages + 1):
+        if wishes is None:
+            _add_stage(prefix, best[stage - 1], best[stage], cut[stage], stage)
+            continue
         for end in range(stage, num_layers + 1):
             for start in range(end - 1, stage - 2, -1):
                 last = prefix[end] - prefix[start]
-                if last > best[stage][end] or (wishes is not None and wishes[start] not in (None, stage - 1)):
+                if last > best[stage][end] or wishes[start] not in (None, stage - 1):
                     break
                 worst = max(best[stage - 1][start], last)
                 if worst <= best[stage][end] and worst < float("inf"):
@@ -83,6 +86,32 @@ def balance_layers(costs: Sequence[float], num_stages: int, wishes: Sequence[int
         stages[start:end] = [stage - 1] * (end - start)
         end = start
     return stages
+
+
+def _add_stage(prefix: Sequence[float], before: Sequence[float], best: list[float], cut: list[int], stage: int) -> None:
+    """Fill in what the worst of so many stages costs, and where the last one starts, for each number of layers.
+
+    With a later start the last stage costs less and those before it more, so that the best start is where the two meet; with
+    more layers they meet later. So all layers are passed once.
+
+    Args:
+        prefix: Sums of the layers' costs.
+        before: The cheapest worst of one stage less, by layers.
+        best: Is filled in: the cheapest worst, by layers.
+        cut: Is filled in: where the last stage starts, by layers.
+        stage: Stages [count].
+    """
+    meets = stage - 1  # the first start at which those before cost as much as the last one
+    for end in range(stage, len(prefix)):
+        while meets < end - 1 and before[meets] < prefix[end] - prefix[meets]:
+            meets += 1
+        start, worst = meets, max(before[meets], prefix[end] - prefix[meets])
+        if meets >= stage and prefix[end] - prefix[meets - 1] <= worst:
+            start, worst = meets - 1, prefix[end] - prefix[meets - 1]
+        # Among equal cuts the earliest.
+        while start >= stage and max(before[start - 1], prefix[end] - prefix[start - 1]) == worst:
+            start -= 1
+        best[end], cut[end] = worst, start
 
 
 def balance_over_ranks(
@@ -112,9 +141,14 @@ def balance_over_ranks(
     if len(set(rank_of_stage)) == num_stages:
         return found
     cuts = [found.index(stage) for stage in range(1, num_stages)]
-    best = _judge(cuts, costs, rank_of_stage, wishes)
+
+    @functools.cache  # near cuts have most of their stages in common
+    def cost_of(start: int, end: int) -> float:
+        return sum(costs[start:end])
+
+    best = _judge(cuts, cost_of, len(costs), rank_of_stage, wishes)
     while True:
-        score, near = min((_judge(near, costs, rank_of_stage, wishes), near) for near in _near(cuts))
+        score, near = min((_judge(near, cost_of, len(costs), rank_of_stage, wishes), near) for near in _near(cuts))
         if score >= best:
             break
         best, cuts = score, near
@@ -123,16 +157,20 @@ def balance_over_ranks(
 
 
 def _judge(
-    cuts: Sequence[int], costs: Sequence[float], rank_of_stage: Sequence[int], wishes: Sequence[int | None] | None
+    cuts: Sequence[int],
+    cost_of: Callable[[int, int], float],
+    num_layers: int,
+    rank_of_stage: Sequence[int],
+    wishes: Sequence[int | None] | None,
 ) -> tuple[float, float]:
     """Return the load of the busiest rank and the cost of the worst stage; both infinite for cuts that are not allowed."""
-    ends = [0, *cuts, len(costs)]
+    ends = [0, *cuts, num_layers]
     loads = [0.0] * (max(rank_of_stage) + 1)
     worst = 0.0
     for stage, (start, end) in enumerate(itertools.pairwise(ends)):
         if end <= start or (wishes is not None and any(wish not in (None, stage) for wish in wishes[start:end])):
             return float("inf"), float("inf")
-        cost = sum(costs[start:end])
+        cost = cost_of(start, end)
         loads[rank_of_stage[stage]] += cost
         worst = max(worst, cost)
     return max(loads), worst

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -70,6 +69,8 @@ class Measurement(Value):
     @property
     def step_s(self) -> float | None:
         """The median step [s]; None where no step was measured."""
+        import statistics  # it loads four other modules, and a plan needs none
+
         return statistics.median(self.step_seconds) if self.step_seconds else None
 
     @property

@@ -56,6 +56,27 @@ def test_biases_of_row_products_on_slices_are_summed_too() -> None:
     )  # two row products in each of two blocks; an all-reduce over two ranks sends its tensor once
 
 
+def in_float64(model: ModelSpec) -> ModelSpec:
+    def double(layer: LayerSpec) -> LayerSpec:
+        sizes = ("params_bytes", "output_bytes", "activation_bytes")
+        return layer.replace(**{name: 2 * getattr(layer, name) for name in sizes})
+
+    return model.replace(
+        layers=tuple(map(double, model.layers)),
+        shared=tuple(one.replace(params_bytes=2 * one.params_bytes) for one in model.shared),
+    )
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(pp=2, micro_batches=2), Plan(tp=2, pp=2, micro_batches=2)], ids=str)
+def test_gradients_that_several_ranks_sum_have_the_size_of_the_models_own_elements(plan: Plan) -> None:
+    model = ModelSpec.transformer(layers=3, hidden=64, heads=4, vocab=128, sequence=16, tied=True, bias=False)
+    for axis in ("tp", "pp"):
+        # A loss over a divided vocabulary sums its parts in fp32 in either.
+        parts = 2 * (1 / 2) * 3 * 4 * (16 * 4) / plan.pp if axis == "tp" and plan.tp > 1 else 0.0
+        single, double = (sent(one, plan, 4)[axis] for one in (model, in_float64(model)))
+        assert double + parts == pytest.approx(2 * single, rel=1e-12), axis
+
+
 def test_columns_that_no_row_product_sums_are_gathered() -> None:
     column = OperatorSpec(kind="matmul", rows=1, inner=32, columns=48, num_params=32 * 48, split="columns")
     last = OperatorSpec(kind="matmul", rows=1, inner=48, columns=8, num_params=48 * 8)

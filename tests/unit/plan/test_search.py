@@ -7,18 +7,22 @@ import itertools
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError, PlanError, StorageError
 from meshwright.hardware import ClusterSpec, load_cluster
 from meshwright.measure.probe_listing import save_cluster
 from meshwright.plan.catalogue.catalogue import find_model
 from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.stages import _cut, balanced_cut
 from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.plan.plan_table import list_plans
 from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
-from meshwright.plan.search.ranking import make_plans, predict_plan, search
+from meshwright.plan.search.ranking import FoundPlans, _as_cut, make_plans, predict_plan, search
 from meshwright.plan.search.select import select_strategy
 from meshwright.plan.search.space import RULES, Choice, Degrees, Task, all_choices, all_degrees, rule_against
+from meshwright.schedule.balance import balance_layers
 from meshwright.spec import LayerSpec, ModelSpec, Plan, TrainSpec
 from meshwright.spec.operator import OperatorSpec
 
@@ -49,6 +53,85 @@ def test_the_search_finds_what_brute_force_finds(cluster: str) -> None:
                 every.append(Candidate(degrees, choice, StepCosts(task.model, found).cost(setup)))
     fitting = sorted((one for one in every if one.cost.memory.peak <= limit), key=Candidate.key)
     assert [one.key() for one in best] == [pytest.approx(one.key()) for one in fitting[:3]]
+
+
+def found_plainly(costs: StepCosts, task: Task, top: int, fraction: float) -> FoundPlans:
+    """Search without bounds: every mix is costed in full, and all are sorted."""
+    limit, base = task.cluster.device.memory_bytes * fraction, base_setup(task.model, task.train)
+    every: list[Candidate] = []
+    for degrees in all_degrees(task):
+        if rule_against(degrees, task) is not None:
+            continue
+        without: dict[Choice, float] = {}
+        for choice in all_choices(degrees, task):
+            one = Candidate(degrees, choice, costs.cost(setup_of(base, degrees, choice, task.train)))
+            same = dataclasses.replace(choice, recompute="none")
+            if choice.recompute == "none" or one.peak < without[same]:
+                every.append(one)
+            without.setdefault(same, one.peak)
+    missing = [one for one in every if one.peak > limit]
+    recut = _as_cut(
+        sorted((one for one in every if one.peak <= limit), key=Candidate.key)[: 4 * top], base, costs, task
+    )
+    if sum(one.peak <= limit for one in recut) < top:
+        missing.sort(key=lambda one: one.peak)
+        recut += _as_cut(missing[:20], base, costs, task)
+        missing = missing[20:]
+    missing = sorted([*missing, *(one for one in recut if one.peak > limit)], key=lambda one: one.peak)
+    fitting = sorted((one for one in recut if one.peak <= limit), key=Candidate.key)[:top]
+    faster = [one for one in missing if fitting and one.cost.step_s < fitting[0].cost.step_s * 0.98]
+    return FoundPlans(task, fitting, missing[:3], faster[:3], {}, 0, limit)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fraction"),
+    [("4xa100-sxm-40gb", 0.9), ("8xl40s", 0.15), ("8xl40s", 0.04), ("2x4xa100-sxm-40gb", 0.07), ("1xrtx-4090", 0.2)],
+)
+def test_bounds_leave_nothing_out(cluster: str, fraction: float) -> None:
+    task = Task(gpt(), load_cluster(cluster), TRAIN)
+    costs = StepCosts(task.model, task.cluster)
+    found, plain = search(costs, task, top=3, memory_fraction=fraction), found_plainly(costs, task, 3, fraction)
+    for name in ("fitting", "misses", "faster_misses"):
+        assert getattr(found, name) == getattr(plain, name), name
+
+
+def test_no_step_takes_less_than_its_least_time() -> None:
+    task = Task(gpt(), load_cluster("2x4xa100-sxm-40gb"), TRAIN)
+    base, costs = base_setup(task.model, TRAIN), StepCosts(task.model, task.cluster)
+    seen = 0
+    for degrees in all_degrees(task):
+        for choice in all_choices(degrees, task) if rule_against(degrees, task) is None else ():
+            setup = setup_of(base, degrees, choice, TRAIN)
+            assert costs.least_s(costs.passes(setup), setup) <= costs.cost(setup).step_s
+            seen += 1
+    assert seen > 100
+
+
+def halved(prefix: list[float], num_stages: int) -> tuple[int, ...]:
+    """Cut as `balanced_cut` does, with a cut for each half."""
+    low, high = prefix[-1] / num_stages, prefix[-1]
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _cut(prefix, middle, num_stages) is None else (low, middle)
+    best = _cut(prefix, high * 1.01, num_stages) or _cut(prefix, high, num_stages)
+    return best or (*range(num_stages), len(prefix) - 1)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-9, 0.1, 0.3, 1.0, 1.0, 1.0, 7.5]) | st.floats(0, 100), min_size=2, max_size=40),
+    st.data(),
+)
+def test_stages_are_those_of_all_halves(costs: list[float], data: st.DataObject) -> None:
+    prefix = [0.0, *itertools.accumulate(costs)]
+    num_stages = data.draw(st.integers(2, len(costs)))
+    assert balanced_cut(prefix, num_stages) == halved(prefix, num_stages)
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-9, 0.1, 0.3, 1.0, 1.0, 7.5]), min_size=1, max_size=20), st.data())
+def test_layers_lie_where_a_look_at_every_start_puts_them(costs: list[float], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+    every = balance_layers(costs, num_stages, [None] * len(costs))  # with wishes each start is looked at
+    assert balance_layers(costs, num_stages) == every
 
 
 def plan_of_choice(degrees: Degrees, choice: Choice) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Callable, Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import ConfigError, did_you_mean
@@ -71,4 +71,4 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelSpec:
 @functools.cache
 def read_models() -> Mapping[str, Any]:
     """Return models.toml as it is: tables ``sources`` and ``models``."""
-    return tomllib.loads(resources.files("meshwright.plan.catalogue").joinpath("models.toml").read_text("utf-8"))
+    return tomllib.loads(Path(__file__).with_name("models.toml").read_text("utf-8"))

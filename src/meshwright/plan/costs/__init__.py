@@ -8,6 +8,7 @@ stages_on_ranks     the ranks that run the stages of a setup
 stage_bytes         what stages send
 data_parallel_cost  what data parallelism and ZeRO add
 rank_memory         bytes of a rank at its peak
+step_cost           the numbers of a step, and of its passes
 step_costs          the whole step
 
 To add a strategy, touch `step_costs.py` and `rank_memory.py`.

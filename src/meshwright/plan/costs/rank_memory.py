@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshwright.plan.costs.setup import Setup
 
 __all__: list[str] = []
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankLoad:
     """What one pp rank holds, before ZeRO."""
 
@@ -25,10 +25,6 @@ class RankLoad:
     """The largest result that is alive beside what is kept, such as the logits in fp32 [bytes]."""
     recomputed_bytes: float
     """What one layer keeps while it is run again [bytes]."""
-
-    def sizes(self) -> tuple[float, ...]:
-        """Return all of it, in one order."""
-        return self.num_params, self.activation_bytes, self.largest_params, self.output_bytes, self.recomputed_bytes
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,16 +52,16 @@ def state_bytes(num_params: float, setup: Setup) -> tuple[float, float, float]:
     """
     states, shard = setup.states, setup.shard
     trained = num_params if setup.trains_weights else 0.0
-    parameters = num_params * states.parameter * _kept(3, setup)
-    gradients = trained * states.gradient * _kept(2, setup)
+    parameters, gradients = num_params * states.parameter, trained * states.gradient
+    if setup.zero >= 2:
+        kept = _kept(setup)
+        parameters, gradients = parameters * (kept if setup.zero >= 3 else 1.0), gradients * kept
     optimizer = trained * states.optimizer / (shard if setup.zero >= 1 else 1)
     return parameters, gradients, 0.0 if setup.offloads_optimizer else optimizer
 
 
-def _kept(stage: int, setup: Setup) -> float:
-    """Return the share of what ZeRO shards from a stage on that a rank has at the peak: beside its shard, all, where per step."""
-    if setup.zero < stage:
-        return 1.0
+def _kept(setup: Setup) -> float:
+    """Return the share of what ZeRO shards that a rank has at the peak: beside its shard, all, where per step."""
     return 1 / setup.shard + (1.0 if setup.per_step and setup.shard > 1 else 0.0)
 
 
@@ -93,6 +89,13 @@ def micro_batches_in_flight(rank: int, setup: Setup) -> float:
     return min(ranks - rank, micro_batches)
 
 
+def in_flight_on_ranks(setup: Setup) -> list[float]:
+    """Return `micro_batches_in_flight` of each pp rank [count]."""
+    if setup.schedule in ("1f1b", "interleaved"):
+        return [micro_batches_in_flight(rank, setup) for rank in range(setup.pp)]
+    return [micro_batches_in_flight(0, setup)] * setup.pp  # which is the same on all of them
+
+
 def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMemory:
     """Return the memory of one rank at its peak."""
     parameters, gradients, optimizer = state_bytes(load.num_params, setup)
@@ -105,19 +108,18 @@ def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMem
     return RankMemory(parameters, gradients, optimizer, load.activation_bytes, buffers)
 
 
-def not_exceeded(loads: Sequence[RankLoad]) -> list[RankLoad]:
-    """Return the loads of which no other one has at least as much of everything; of equal ones the first."""
-    kept: list[tuple[tuple[float, ...], RankLoad]] = []
-    seen = {load.sizes(): load for load in reversed(loads)}
-    for sizes in sorted(seen, reverse=True):  # whatever exceeds one comes before it
-        if not any(all(map(operator.ge, other, sizes)) for other, _ in kept):
-            kept.append((sizes, seen[sizes]))
-    return [load for _, load in kept]
+def not_exceeded(loads: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Return the loads, each as its sizes, of which no other one has at least as much of everything; each once."""
+    kept: list[tuple[float, ...]] = []
+    for sizes in sorted(set(loads), reverse=True):  # whatever exceeds one comes before it
+        if not any(all(map(operator.ge, other, sizes)) for other in kept):
+            kept.append(sizes)
+    return kept
 
 
 def fullest(memories: Sequence[RankMemory]) -> RankMemory:
     """Return the memory of the fullest rank."""
-    return max(memories, key=lambda memory: memory.peak)
+    return memories[0] if len(memories) == 1 else max(memories, key=lambda memory: memory.peak)
 
 
 def together(memories: Sequence[RankMemory], copies: int) -> RankMemory:

@@ -60,12 +60,11 @@ def chain_bytes(layers: Sequence[LayerTimes], placed: StagesOnRanks, setup: Setu
         return 0.0
     found = 0.0
     for first, last in itertools.pairwise(placed.bounds):
-        slices = [layer.input_bytes for layer in layers[first:last] if layer.runs_on_slices]
-        found += 2 * (setup.tp - 1) * slices[-1] if slices else 0.0
+        in_slices = (layer.input_bytes for layer in reversed(layers[first:last]) if layer.runs_on_slices)
+        found += 2 * (setup.tp - 1) * next(in_slices, 0.0)
     return found
 
 
-def partial_bytes(layers: Sequence[LayerTimes], setup: Setup) -> float:
-    """Return what sums the gradients of parameters that ran on slices, in a step of all stages [bytes]."""
-    elements = sum(layer.partial_params for layer in layers)
+def partial_bytes(elements: float, setup: Setup) -> float:
+    """Return what sums the gradients of so many parameters that ran on slices, in a step of all stages [bytes]."""
     return ring_gradient_bytes(elements * setup.states.gradient, setup.tp)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import math
+import operator
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,6 +16,9 @@ __all__: list[str] = []
 
 _SLACK: Final = 0.01
 """By how much the costliest stage may exceed the least that it can cost [ratio]."""
+
+_MARGIN: Final = 1e-9
+"""By how much less than a cost is certainly too little for it, however sums were rounded [ratio]."""
 
 
 def balanced_cut(prefix: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -33,34 +38,57 @@ def balanced_cut(prefix: Sequence[float], num_stages: int) -> tuple[int, ...]:
     if num_stages == 1:
         return (0, num_layers)
     low, high = prefix[-1] / num_stages, prefix[-1]
+    # A cut says what its stages cost, and a failed one what they lack: few of the halves have to be tried.
+    enough, too_little = math.inf, 0.0
     for _ in range(24):
         middle = (low + high) / 2
-        if _cut(prefix, middle, num_stages) is not None:
-            high = middle
-        else:
-            low = middle
+        is_enough = middle >= enough
+        if too_little <= middle < enough:
+            bounds, is_enough = _fill(prefix, middle, num_stages)
+            if is_enough:
+                enough = max(
+                    map(operator.sub, map(prefix.__getitem__, bounds), map(prefix.__getitem__, [*bounds[1:], 0]))
+                )
+            else:
+                too_little = _next_limit(prefix, bounds, num_stages) * (1 - _MARGIN)
+        low, high = (low, middle) if is_enough else (middle, high)
     # A little slower is good enough where the first stage, which holds the most micro-batches, gets less to hold.
     best = _cut(prefix, high * (1 + _SLACK), num_stages) or _cut(prefix, high, num_stages)
     return best or (*range(num_stages), num_layers)
 
 
 def _cut(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[int, ...] | None:
-    """Return a cut into stages that cost at most ``limit``, each with a layer; None where there is none.
+    """Return a cut into stages that cost at most ``limit``, each with a layer; None where there is none."""
+    bounds, is_enough = _fill(prefix, limit, num_stages)
+    return (0, *reversed(bounds)) if is_enough else None
+
+
+def _fill(prefix: Sequence[float], limit: float, num_stages: int) -> tuple[list[int], bool]:
+    """Return where stages that cost at most ``limit`` end, the last one first, and whether they hold all layers.
 
     Stages are filled from the last one, so that the first one has what is left: it holds the most micro-batches.
     """
-    num_layers = len(prefix) - 1
     limit *= 1 + 1e-12
-    bounds = [num_layers]
+    end = len(prefix) - 1
+    bounds = [end]
     for left in range(num_stages - 1, 0, -1):
-        end = bounds[-1]
         start = bisect.bisect_left(prefix, prefix[end] - limit, left, end)
         if start >= end:
-            return None
+            return bounds, False
         bounds.append(start)
-    if prefix[bounds[-1]] > limit:
-        return None
-    return (0, *reversed(bounds))
+        end = start
+    return bounds, prefix[end] <= limit
+
+
+def _next_limit(prefix: Sequence[float], bounds: Sequence[int], num_stages: int) -> float:
+    """Return a limit below which `_fill` does what it did when it failed with these bounds."""
+    end = bounds[-1]
+    # Either the first stage did not take the rest, or the one before the last bound not a single layer.
+    found = prefix[end] if len(bounds) == num_stages else prefix[end] - prefix[end - 1]
+    for left, start, end in zip(range(num_stages - 1, 0, -1), bounds[1:], bounds, strict=False):
+        if start > left:  # there was a layer more to take
+            found = min(found, prefix[end] - prefix[start - 1])
+    return found
 
 
 def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...] | None:

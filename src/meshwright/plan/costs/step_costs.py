@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -19,15 +18,17 @@ from meshwright.plan.costs.rank_memory import (
     RankLoad,
     RankMemory,
     fullest,
+    in_flight_on_ranks,
     micro_batches_in_flight,
     not_exceeded,
     rank_memory,
     together,
 )
-from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.setup import Setup, StateBytes
 from meshwright.plan.costs.stage_bytes import chain_bytes, partial_bytes, pipeline_bytes
 from meshwright.plan.costs.stages import balanced_cut, even_cut, own_cut, params_at_first_use, pipeline_s
 from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
+from meshwright.plan.costs.step_cost import PassesCost, StepCost
 from meshwright.spec.layer import LayerSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
@@ -62,41 +63,6 @@ _ASYNCHRONOUS: Final = 0.3
 """Share of a message between stages that is not hidden where messages are posted ahead. An estimate [ratio]."""
 
 
-@dataclasses.dataclass(slots=True)
-class StepCost:
-    """Seconds and bytes of one step."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    bubble_s: float
-    exposed_comm_s: float
-    optimizer_s: float
-    memory: RankMemory
-    sent_bytes: dict[str, float]
-
-    @property
-    def step_s(self) -> float:
-        """The step's time [s]."""
-        busy = self.forward_s + self.backward_s + self.recompute_s
-        return busy + self.bubble_s + self.exposed_comm_s + self.optimizer_s
-
-
-@dataclasses.dataclass(slots=True)
-class _Pipeline:
-    """What a step costs before data parallelism: setups that differ in ZeRO alone share it."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    bubble_s: float
-    waits_s: float
-    num_params: float
-    sent_tp_bytes: float
-    sent_pp_bytes: float
-    loads: list[RankLoad]
-
-
 class StepCosts:
     """Costs of any setup of one model on one cluster; what setups have in common is computed once.
 
@@ -115,20 +81,24 @@ class StepCosts:
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
         self._kinds, self._kind = _kinds_of(model)
+        self._inner_kinds = set(self._kind[:-1])
         place = {layer.name: index for index, layer in enumerate(model.layers)}
         weights = sum(1 for layer in model.layers for operator in layer.operators if operator.num_params)
         self._num_tensors = _TENSORS * max(weights, len(model.layers))
         self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
         self._fresh = params_at_first_use(model)
         self._whole_shares: dict[float, float] = {}
+        self._own_cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.use(efficiency or cluster.efficiency or efficiency_of(cluster.device.name))
 
     def use(self, efficiency: Efficiency) -> None:
         """Cost with other shares from now on."""
         self.machine = Machine(self.cluster, efficiency)
         self._times = functools.lru_cache(maxsize=4096)(self._times_of)
-        self._pipelines = functools.lru_cache(maxsize=4096)(self._pipeline_of)
+        self._passes = functools.lru_cache(maxsize=4096)(self._passes_of)
         self._cuts = functools.lru_cache(maxsize=4096)(self._cut_of)
+        self._placed = functools.lru_cache(maxsize=1024)(functools.partial(StagesOnRanks, kinds=self._kind))
+        self._sums_of = functools.lru_cache(maxsize=1024)(self._added_up)  # pipelines differ in few of them
 
     def _times_of(self, *seen: object) -> tuple[LayerTimes, ...]:
         setup = Setup(**dict(zip(_SEEN, seen, strict=True)))  # type: ignore[arg-type]
@@ -140,31 +110,45 @@ class StepCosts:
 
     def cost(self, setup: Setup) -> StepCost:
         """Return the cost of one step."""
-        pipeline = self._pipelines(*_piped(setup))
-        backward = pipeline.backward_s + pipeline.recompute_s
+        return self.cost_with(self.passes(setup), setup)
+
+    def passes(self, setup: Setup) -> PassesCost:
+        """Return what a step costs before data parallelism."""
+        return self._passes(*_piped(setup))
+
+    def cost_with(self, passes: PassesCost, setup: Setup) -> StepCost:
+        """Return the cost of one step whose passes are known; of the setup what data parallelism sees counts."""
         shared = exchange(
             setup,
             self.machine,
-            num_params=pipeline.num_params,
-            forward_s=pipeline.forward_s,
-            backward_s=backward,
+            num_params=passes.num_params,
+            forward_s=passes.forward_s,
+            backward_s=passes.backward_s + passes.recompute_s,
             depth=len(self._kind) / setup.pp,
             whole_share=self._whole_share(setup) if setup.zero >= 3 else 0.0,
         )
-        sent = {"dp": shared.sent_bytes, "tp": pipeline.sent_tp_bytes, "pp": pipeline.sent_pp_bytes}
+        sent_tp, sent_pp = self._sent_bytes(passes, setup.states)
+        sent = {"dp": shared.sent_bytes, "tp": sent_tp, "pp": sent_pp}
         return StepCost(
-            forward_s=pipeline.forward_s,
-            backward_s=pipeline.backward_s,
-            recompute_s=pipeline.recompute_s,
-            bubble_s=pipeline.bubble_s,
-            exposed_comm_s=shared.exposed_s + self._sharding_s(setup) + pipeline.waits_s,
-            optimizer_s=self._optimizer_s(pipeline.num_params, setup),
-            memory=self._memory(pipeline.loads, setup),
+            forward_s=passes.forward_s,
+            backward_s=passes.backward_s,
+            recompute_s=passes.recompute_s,
+            bubble_s=passes.bubble_s,
+            exposed_comm_s=shared.exposed_s + self._sharding_s(setup) + passes.waits_s,
+            optimizer_s=self._optimizer_s(passes.num_params, setup),
+            memory=self.memory_with(passes, setup),
             # Of one process the ledger counts what all its devices send.
             sent_bytes={
                 axis: amount * (setup.num_devices if setup.one_process else 1) for axis, amount in sent.items()
             },
         )
+
+    def least_s(self, passes: PassesCost, setup: Setup) -> float:
+        """Return a time that a step of these passes does not go below, to the bit: what it takes if all exchanges hide [s]."""
+        # In the order of `StepCost.step_s`: a sum of floats does not fall where one of them grows.
+        busy = passes.forward_s + passes.backward_s + passes.recompute_s
+        exposed = self._sharding_s(setup) + passes.waits_s
+        return busy + passes.bubble_s + exposed + self._optimizer_s(passes.num_params, setup)
 
     def _whole_share(self, setup: Setup) -> float:
         """Return the share of the parameters that lie in layers which ZeRO-3 leaves whole [ratio]."""
@@ -174,8 +158,9 @@ class StepCosts:
             self._whole_shares[below] = small / max(1, sum(self._fresh))
         return self._whole_shares[below]
 
-    def _memory(self, loads: Sequence[RankLoad], setup: Setup) -> RankMemory:
-        memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in loads]
+    def memory_with(self, passes: PassesCost, setup: Setup) -> RankMemory:
+        """Return the memory of one rank at the peak of a step whose passes are known."""
+        memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in passes.loads]
         shares_memory = setup.one_process and self.cluster.device.name == HOST_DEVICE
         memory = together(memories, setup.dp) if shares_memory else fullest(memories)
         efficiency = self.machine.efficiency
@@ -188,14 +173,17 @@ class StepCosts:
 
     def _bounds(self, of_kinds: tuple[float, ...], num_stages: int, setup: Setup) -> tuple[int, ...]:
         if setup.cut_by_work and 1 < num_stages <= _MOST_STAGES:
-            return own_cut(self.model, setup)
+            seen = (setup.micro_batch_size, setup.tp > 1, setup.pp, setup.virtual, setup.schedule)
+            if seen not in self._own_cuts:
+                self._own_cuts[seen] = own_cut(self.model, setup)
+            return self._own_cuts[seen]
         even = even_cut(len(self._kind), num_stages) if setup.cut_evenly and num_stages > 1 else None
         return even or self._cuts(of_kinds, num_stages)
 
     def _cut_of(self, of_kinds: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
         return balanced_cut(self._sums(of_kinds), num_stages)
 
-    def _pipeline_of(self, *piped: object) -> _Pipeline:
+    def _passes_of(self, *piped: object) -> PassesCost:
         setup = Setup(**dict(zip(_PIPED, piped, strict=True)))  # type: ignore[arg-type]
         kinds = self._times(*_seen(setup))
         in_flight = micro_batches_in_flight(0, setup) / (1 if setup.schedule == "sequential" else setup.pp)
@@ -210,7 +198,7 @@ class StepCosts:
         of_kinds = tuple(sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True))
         totals = self._sums(of_kinds)
         num_stages = min(setup.num_stages, len(self._kind))
-        placed = StagesOnRanks(self._bounds(of_kinds, num_stages, setup), setup)
+        placed = self._placed(self._bounds(of_kinds, num_stages, setup), setup.pp, setup.schedule)
         walks = self._walks_s(placed, setup)
         busy = [one + walk for one, walk in zip(placed.on_ranks(totals), walks, strict=True)]
         params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
@@ -229,25 +217,32 @@ class StepCosts:
             send_s=send_s,
         )
         forward, backward, again = (
-            placed.on_ranks(self._sums([one[part] for one in passes]))[slowest] * setup.micro_batches
-            for part in range(3)
+            placed.on_rank(slowest, self._sums(part)) * setup.micro_batches for part in zip(*passes, strict=True)
         )
         forward += walks[slowest] * setup.micro_batches
         backward += params[slowest] * accumulated * setup.micro_batches
-        sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
-        layers = [kinds[kind] for kind in self._kind]
-        sent += chain_bytes(layers, placed, setup) / setup.pp
-        return _Pipeline(
+        return PassesCost(
             forward_s=forward,
             backward_s=backward,
             recompute_s=again,
             bubble_s=bubble,
             waits_s=max(0.0, total - bubble - forward - backward - again),
             num_params=sum(params) if setup.schedule == "sequential" else max(params),
-            sent_tp_bytes=sent * setup.micro_batches + partial_bytes(layers, setup) / setup.pp,
-            sent_pp_bytes=pipeline_bytes(layers, placed, setup, self._shared),
             loads=self._loads(kinds, params, placed, setup),
+            kinds=kinds,
+            placed=placed,
+            setup=setup,
         )
+
+    def _sent_bytes(self, passes: PassesCost, states: StateBytes) -> tuple[float, float]:
+        """Return what a rank sends over tp and over pp in the mean [bytes]."""
+        kinds, placed, setup = passes.kinds, passes.placed, passes.setup.with_fields(states=states)
+        layers = [kinds[kind] for kind in self._kind]
+        sent = sum(placed.on_ranks(self._sums([times.sent_bytes for times in kinds]))) / setup.pp
+        sent += chain_bytes(layers, placed, setup) / setup.pp
+        partial = self._sums([times.partial_params for times in kinds])[-1]
+        over_tp = sent * setup.micro_batches + partial_bytes(partial, setup) / setup.pp
+        return over_tp, pipeline_bytes(layers, placed, setup, self._shared)
 
     def seconds(self, setup: Setup) -> float:
         """Return the time of one step [s]."""
@@ -277,9 +272,12 @@ class StepCosts:
             mfu=self._mfu(cost.step_s, setup),
         )
 
-    def _sums(self, of_kinds: Sequence[float]) -> list[float]:
+    def _sums(self, of_kinds: Sequence[float]) -> tuple[float, ...]:
         """Return the sums of the layers' values up to each layer, from those of the kinds."""
-        return [0.0, *itertools.accumulate([of_kinds[kind] for kind in self._kind])]
+        return self._sums_of(tuple(of_kinds))
+
+    def _added_up(self, of_kinds: tuple[float, ...]) -> tuple[float, ...]:
+        return (0.0, *itertools.accumulate(map(of_kinds.__getitem__, self._kind)))
 
     def _send_s(self, kinds: Sequence[LayerTimes], setup: Setup) -> float:
         if setup.pp == 1:
@@ -293,7 +291,7 @@ class StepCosts:
 
     def _width(self, kinds: Sequence[LayerTimes]) -> float:
         """Return the largest result that a stage may hand on [bytes]."""
-        return max((kinds[kind].input_bytes for kind in self._kind[:-1]), default=0.0)
+        return max((kinds[kind].input_bytes for kind in self._inner_kinds), default=0.0)
 
     def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
         """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
@@ -335,24 +333,19 @@ class StepCosts:
     ) -> list[RankLoad]:
         """Return what the ranks hold, without those that another one exceeds in everything."""
         kept = placed.on_ranks(self._sums([times.kept_bytes(setup.recompute) for times in kinds]))
-        largest = placed.most([kinds[kind].num_params for kind in self._kind])
-        again = placed.most([kinds[kind].saved_bytes + kinds[kind].cast_bytes for kind in self._kind])
+        largest = placed.most([times.num_params for times in kinds])
+        again = [0.0] * setup.pp
+        if setup.recompute in _RUN_AGAIN:
+            again = placed.most([times.saved_bytes + times.cast_bytes for times in kinds])
         outputs = kinds[self._kind[-1]].loss_bytes
         if setup.blocks_on_messages and setup.pp > 1:
             kept = [one + self._width(kinds) for one in kept]
-        loads = [
-            RankLoad(
-                num_params=params[rank],
-                activation_bytes=kept[rank] * micro_batches_in_flight(rank, setup),
-                largest_params=largest[rank],
-                output_bytes=outputs if rank == placed.ranks[-1] else 0.0,
-                recomputed_bytes=again[rank] if setup.recompute in _RUN_AGAIN else 0.0,
-            )
-            for rank in range(setup.pp)
-        ]
-        if setup.schedule == "sequential":  # one process has them all
-            return loads
-        return not_exceeded(loads)
+        in_flight = map(operator.mul, kept, in_flight_on_ranks(setup))
+        last = [outputs if rank == placed.ranks[-1] else 0.0 for rank in range(setup.pp)]
+        sizes = list(zip(params, in_flight, largest, last, again, strict=True))
+        if setup.schedule != "sequential":  # where one process has them all
+            sizes = not_exceeded(sizes)
+        return [RankLoad(*one) for one in sizes]
 
 
 _SEEN: Final = (

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Final
 
 from meshwright.plan.costs.setup import Setup, is_per_step, run_again
-from meshwright.plan.costs.step_costs import StepCost
+from meshwright.plan.costs.step_cost import StepCost
+from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.plan.search.space import Choice, Degrees
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
@@ -27,18 +28,35 @@ class Candidate:
     cost: StepCost
 
     @property
-    def num_strategies(self) -> int:
-        """What a reader of the plan has to understand [count]."""
-        degrees, choice = self.degrees, self.choice
-        used = (
-            degrees.tp > 1, degrees.pp > 1, choice.zero > 0, choice.zero > 2, choice.shard is not None, choice.virtual > 1,
-            choice.schedule not in ("1f1b",), choice.recompute != "none", choice.offload != "none",
-        )  # fmt: skip
-        return sum(used)
+    def peak(self) -> float:
+        """The memory of a device at the peak of a step [bytes]."""
+        return self.cost.memory.peak
 
     def key(self) -> tuple[float, int]:
         """Return what candidates are sorted by: the time of a step; among equals the simpler one first."""
-        return self.cost.step_s * (1 + _SIMPLER * self.num_strategies), self.num_strategies
+        return key_of(self.cost.step_s, num_strategies(self.degrees, self.choice))
+
+    def least_s(self, _costs: StepCosts) -> float:
+        """Return the time of a step [s]."""
+        return self.cost.step_s
+
+    def candidate(self, _costs: StepCosts) -> Candidate:
+        """Return the candidate itself; see `mixes.Mix`."""
+        return self
+
+
+def num_strategies(degrees: Degrees, choice: Choice) -> int:
+    """Return what a reader of the plan has to understand [count]."""
+    used = (
+        degrees.tp > 1, degrees.pp > 1, choice.zero > 0, choice.zero > 2, choice.shard is not None, choice.virtual > 1,
+        choice.schedule not in ("1f1b",), choice.recompute != "none", choice.offload != "none",
+    )  # fmt: skip
+    return sum(used)
+
+
+def key_of(step_s: float, num_used: int) -> tuple[float, int]:
+    """Return what candidates are sorted by, from the time of a step and the number of strategies."""
+    return step_s * (1 + _SIMPLER * num_used), num_used
 
 
 def base_setup(model: ModelSpec, train: TrainSpec) -> Setup:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from meshwright.errors import ConfigError, PlanError
@@ -13,7 +15,16 @@ from meshwright.plan.costs.setup import Setup
 from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
 from meshwright.plan.search.explanation import reasons_for
-from meshwright.plan.search.space import Rejected, Task, all_choices, all_degrees, rule_against
+from meshwright.plan.search.mixes import Fastest, Mix
+from meshwright.plan.search.space import (
+    Choice,
+    Rejected,
+    Task,
+    all_degrees,
+    all_orders,
+    all_shardings,
+    rule_against,
+)
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import Prediction
@@ -32,6 +43,9 @@ _KEPT: Final = 4
 
 _MOST_NEAR: Final = 20
 """Candidates just above the memory whose stages are cut as the runtime does it, where few fit: they may need less [count]."""
+
+
+_PEAK: Final = operator.attrgetter("peak")
 
 
 @dataclasses.dataclass(slots=True)
@@ -167,46 +181,66 @@ def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) ->
     limit = task.cluster.device.memory_bytes * memory_fraction
     base = base_setup(task.model, task.train)
     found = FoundPlans(task, [], [], [], {}, 0, limit)
-    fitting: list[tuple[tuple[float, int], int, Candidate]] = []
-    missing: list[Candidate] = []
+    fitting, missing = Fastest(_KEPT * top), list[Mix]()
+    for mix in _all_mixes(costs, base, found):
+        if mix.peak > limit:
+            missing.append(mix)
+        elif fitting.may_take(mix, costs):
+            fitting.take(mix.candidate(costs))
+    recut = _as_cut(fitting.ranked(), base, costs, task)
+    near: list[Mix] = []
+    if sum(one.peak <= limit for one in recut) < top:  # stages as they will be cut may need less
+        near = heapq.nsmallest(_MOST_NEAR, missing, key=_PEAK)
+        recut += _as_cut([mix.candidate(costs) for mix in near], base, costs, task)
+    found.fitting = sorted((one for one in recut if one.peak <= limit), key=Candidate.key)[:top]
+    tried = set(map(id, near))
+    others = [mix for mix in missing if id(mix) not in tried]
+    _note_misses(found, others, [one for one in recut if one.peak > limit], costs)
+    return found
+
+
+def _all_mixes(costs: StepCosts, base: Setup, found: FoundPlans) -> Iterator[Mix]:
+    """Yield every mix with its memory, but for those that run something again and save nothing; note what rules leave out."""
+    task = found.task
     for degrees in all_degrees(task):
         rejected = rule_against(degrees, task)
         if rejected is not None:
             found.examples.setdefault(rejected.rule, rejected)
             continue
-        without: dict[tuple[object, ...], float] = {}
-        for choice in all_choices(degrees, task):
-            cost = costs.cost(setup_of(base, degrees, choice, task.train))
-            found.num_costed += 1
-            rest = (choice.zero, choice.shard, choice.schedule, choice.virtual, choice.offload)
-            peak = cost.memory.peak
-            if choice.recompute == "none":
-                without[rest] = peak
-            elif peak >= without[rest]:
-                continue  # what it does again saves nothing
-            candidate = Candidate(degrees, choice, cost)
-            if peak <= limit:
-                slow, many = candidate.key()
-                heapq.heappush(fitting, ((-slow, -many), -found.num_costed, candidate))
-                if len(fitting) > _KEPT * top:
-                    heapq.heappop(fitting)
-            else:
-                missing.append(candidate)
-    ranked = [candidate for *_, candidate in sorted(fitting, key=lambda entry: (-entry[0][0], -entry[0][1], -entry[1]))]
-    recut = _as_cut(ranked, base, costs, task)
-    if sum(one.cost.memory.peak <= limit for one in recut) < top:  # stages as they will be cut may need less
-        near = heapq.nsmallest(_MOST_NEAR, missing, key=lambda candidate: candidate.cost.memory.peak)
-        tried = set(map(id, near))
-        missing = [one for one in missing if id(one) not in tried]
-        recut += _as_cut(near, base, costs, task)
-    missing += [one for one in recut if one.cost.memory.peak > limit]
-    found.fitting = sorted((one for one in recut if one.cost.memory.peak <= limit), key=Candidate.key)[:top]
-    found.misses = heapq.nsmallest(3, missing, key=lambda candidate: candidate.cost.memory.peak)
+        shardings = list(all_shardings(degrees, task))
+        # Passes see nothing of these, and what data parallelism adds nothing of the order.
+        setups = [
+            setup_of(base, degrees, Choice(zero, shard, "1f1b", 1, "none", offload), task.train)
+            for zero, shard, offload in shardings
+        ]
+        without: list[float] = []
+        for schedule, virtual, recompute in all_orders(degrees, task):
+            order = setup_of(base, degrees, Choice(0, None, schedule, virtual, recompute, "none"), task.train)
+            passes = costs.passes(order)
+            peaks = [costs.memory_with(passes, setup).peak for setup in setups]
+            found.num_costed += len(peaks)
+            if recompute == "none":
+                without = peaks
+            for sharding, setup, peak, least in zip(shardings, setups, peaks, without, strict=True):
+                if recompute == "none" or peak < least:
+                    yield Mix(degrees, (schedule, virtual, recompute), sharding, passes, setup, peak)
+
+
+def _note_misses(found: FoundPlans, missing: Sequence[Mix], recut: Sequence[Candidate], costs: StepCosts) -> None:
+    """Note the mixes that miss the memory by the least, and those that would be faster than the best; both the nearest first.
+
+    Args:
+        found: What the search found; it has the plans that fit.
+        missing: Those that miss.
+        recut: Those that do so with the stages that the runtime will make.
+        costs: Costs them.
+    """
+    nearest = sorted([*missing, *recut], key=_PEAK)
+    found.misses = [one.candidate(costs) for one in nearest[:3]]
     if found.fitting:
-        best = found.fitting[0].cost.step_s
-        faster = [candidate for candidate in missing if candidate.cost.step_s < best * 0.98]
-        found.faster_misses = heapq.nsmallest(3, faster, key=lambda candidate: candidate.cost.memory.peak)
-    return found
+        limit_s = found.fitting[0].cost.step_s * 0.98
+        quick = (one.candidate(costs) for one in nearest if one.least_s(costs) < limit_s)
+        found.faster_misses = list(itertools.islice((one for one in quick if one.cost.step_s < limit_s), 3))
 
 
 def _as_cut(candidates: Iterable[Candidate], base: Setup, costs: StepCosts, task: Task) -> list[Candidate]:

@@ -209,13 +209,27 @@ class Choice:
 
 def all_choices(degrees: Degrees, task: Task) -> Iterator[Choice]:
     """Yield every mix of schedule, recompute, ZeRO and offload that these degrees can have."""
+    shardings = list(all_shardings(degrees, task))
+    for schedule, virtual, recompute in all_orders(degrees, task):
+        for zero, shard, offload in shardings:
+            yield Choice(zero, shard, schedule, virtual, recompute, offload)
+
+
+def all_orders(degrees: Degrees, task: Task) -> Iterator[tuple[str, int, str]]:
+    """Yield (schedule, virtual, recompute): what a rank runs when. Of each schedule the one without recompute comes first."""
     for schedule, virtual in _schedules(degrees, task):
         for recompute in ("none", "selective", "full"):
-            for zero, shard in _sharding(degrees, task):
-                yield Choice(zero, shard, schedule, virtual, recompute, "none")
-                # A host's memory offloads nothing to itself.
-                if zero and task.train.optimizer_bytes_per_param and task.cluster.device.name != HOST_DEVICE:
-                    yield Choice(zero, shard, schedule, virtual, recompute, "optimizer")
+            yield schedule, virtual, recompute
+
+
+def all_shardings(degrees: Degrees, task: Task) -> Iterator[tuple[int, int | None, str]]:
+    """Yield (zero, shard, offload): where states of the parameters lie."""
+    # A host's memory offloads nothing to itself.
+    can_offload = task.train.optimizer_bytes_per_param and task.cluster.device.name != HOST_DEVICE
+    for zero, shard in _sharding(degrees, task):
+        yield zero, shard, "none"
+        if zero and can_offload:
+            yield zero, shard, "optimizer"
 
 
 def _schedules(degrees: Degrees, task: Task) -> Iterator[tuple[str, int]]:

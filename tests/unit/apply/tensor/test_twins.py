@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.scope_values import ScopeValues
 from meshwright.apply.tensor.proof.twins import Sameness, sameness
 from meshwright.apply.tensor.search.passed_on import PassedOn
 from meshwright.apply.tensor.search.search import Search
@@ -284,6 +285,31 @@ def test_equal_blocks_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {f"{index}.up.weight" for index in range(4)} <= layout.cuts.keys()
     assert [chain.layers for chain in layout.chains] == [("0", "1", "2", "3")]
     assert len({layout.proven[f"{index}"] for index in range(4)}) == 4  # each with its own position
+
+
+def test_each_block_more_takes_as_many_look_ups_and_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, int]] = []
+    for num_blocks in (4, 8, 12):
+        with monkeypatch.context() as patch:
+            lookups, drawn = _count(patch, nn.Module, "get_submodule"), _count(patch, ScopeValues, "__init__")
+            search(patch, [Block(index) for index in range(num_blocks)])
+            found.append((len(lookups), len(drawn)))
+    (four, values), (eight, _), (twelve, _) = found
+    assert twelve - eight == eight - four
+    assert {more for _, more in found} == {values}
+
+
+def _count(patch: pytest.MonkeyPatch, kind: type, name: str) -> list[None]:
+    """Return a list that gets an entry for each call of a method."""
+    calls: list[None] = []
+    method = getattr(kind, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return method(*args, **kwargs)
+
+    patch.setattr(kind, name, counted)
+    return calls
 
 
 @pytest.mark.parametrize("kind", [Reader, Opener])

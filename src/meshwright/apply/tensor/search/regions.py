@@ -97,6 +97,11 @@ class Proving:
         self._found: dict[str, list[tuple[str, Region]]] = {}  # regions found for earlier scopes of the same structure
         self._failed: dict[str, dict[str, str]] = {}  # by structure, and by the modules' position
         self._last: _ScopeTrial | None = None
+        self._called: dict[int, list[str]] = {}  # id of a module -> the names under which it was called
+        for name in trace.calls:
+            self._called.setdefault(id(self._model.get_submodule(name)), []).append(name)
+        self._tensors = {name for names in trace.names.values() for name in names}
+        self._tensors |= {name for name, _ in self._model.named_buffers()}
         self.passed_on = PassedOn(trace)
         """What was proven, for scopes that are the same."""
 
@@ -235,8 +240,7 @@ class Proving:
         """
         alone = set(region.roles.values()) <= {"vocabulary", "head", "gathered"}
         places = set(region.roles) if alone else {region.scope}
-        modules = {id(self._model.get_submodule(name)) for name in places}
-        around = {name for name in self._trace.calls if id(self._model.get_submodule(name)) in modules}
+        around = {name for place in places for name in self._called.get(id(self._model.get_submodule(place)), ())}
         for name in (*region.cuts, *region.partial):
             for path, functions in self._trace.uses.get(id(find_tensor(self._model, name)), {}).items():
                 if around.isdisjoint(path):
@@ -258,9 +262,7 @@ class Proving:
         return describe_likeness(self._model.get_submodule(scope)), own, list(self._trace.distinct[scope])
 
     def _fits(self, region: Region) -> bool:
-        names = {name for names in self._trace.names.values() for name in names}
-        buffers = {name for name, _ in self._model.named_buffers()}
-        return all(name in names or name in buffers for name in region.cuts)
+        return self._tensors >= region.cuts.keys()
 
     def _is_apart(self, region: Region) -> bool:
         """Tell whether nothing is cut yet that the proof of a region took as whole, with other gradients on each rank."""

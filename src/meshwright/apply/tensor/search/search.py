@@ -87,6 +87,7 @@ class Search:
         ):
             self._trace.finish(run(self._model))
         self._trace.stop()
+        self._num_elements = sum(parameter.numel() for parameter in self._trace.parameters.values())
         self._proving = Proving(self._trace, self._regions, self.num_tp_ranks, self._drawn, self._deadline)
 
     def layout(self, *, on_slices: bool = True) -> TensorLayout:
@@ -292,12 +293,12 @@ class Search:
 
     def _lone_layers(self) -> None:
         """Cut layers that are in no pair, and those of pairs that could not be cut: each with exchanges of its own."""
+        wished = set(self._by_wish("column"))
         for key, calls in self._trace.products.items():
             is_free = (
                 key > 0 and (key in self._failed or key not in self._taken) and not self._trace.other_uses.get(key)
             )
-            wished = key in self._by_wish("column")
-            if not is_free or not (wished or self._is_large(key)):
+            if not is_free or not (key in wished or self._is_large(key)):
                 continue
             if all(self._trace.is_layer(call) for call in calls):
                 self._cut_layer(key, calls)
@@ -358,7 +359,7 @@ class Search:
                 self._reasons.setdefault(key, "every rank computes with all of it, inside something that is cut")
 
     def _keys(self, region: Region) -> set[int]:
-        keys = {key for key, names in self._trace.names.items() if any(name in region.cuts for name in names)}
+        keys = {self._trace.keys[name] for name in region.cuts if name in self._trace.keys}
         for path in region.shared:
             for parameter in self._model.get_submodule(path).parameters():
                 keys.add(id(parameter))
@@ -366,8 +367,7 @@ class Search:
         return keys
 
     def _is_large(self, key: int) -> bool:
-        total = sum(parameter.numel() for parameter in self._trace.parameters.values())
-        return self._trace.parameters[key].numel() >= SMALL_SHARE * total
+        return self._trace.parameters[key].numel() >= SMALL_SHARE * self._num_elements
 
     def _whole(self) -> dict[str, str]:
         cut = {name for region in self._regions for name in region.cuts}

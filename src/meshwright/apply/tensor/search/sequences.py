@@ -8,6 +8,7 @@ each position by itself, which the proof checks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -114,9 +115,8 @@ def _try_run(
             drops=layer in trace.drawing,
         )
         module = trace.module.get_submodule(layer)
-        values = ScopeValues(module, drawn)
         stream = _stream(layer, trace)
-        trial = _LayerTrial(module, trace.calls[layer], stream, alone, num_tp_ranks, values, layer, proving.passed_on)
+        trial = _LayerTrial(module, trace.calls[layer], stream, alone, num_tp_ranks, drawn, layer, proving.passed_on)
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
             if dims_here and not _used_elsewhere(layer, own, trace):
@@ -163,14 +163,18 @@ class _LayerTrial:
     chain: Chain
     """The layer as a chain of one."""
     num_tp_ranks: int
-    values: ScopeValues
-    """Of the layer."""
+    drawn: LastDrawn
     name: str
     passed_on: PassedOn
     _made: dict[int, Conditions | None] = dataclasses.field(default_factory=dict[int, Conditions | None])
 
     def __post_init__(self) -> None:
         self.reads = PlaceReads(self.layer)
+
+    @functools.cached_property
+    def _values(self) -> ScopeValues:
+        """Values of the layer: a twin needs none, and making them takes a collection."""
+        return ScopeValues(self.layer, self.drawn)
 
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
@@ -207,7 +211,7 @@ class _LayerTrial:
         """Return the conditions for slices along a dim; None where that cannot be tried."""
         if dim not in self._made:
             try:
-                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks, self.values)
+                self._made[dim] = Conditions(self.layer, self._calls(dim), self.num_tp_ranks, self._values)
             except Exception:  # noqa: BLE001 - whatever the layer raises when it is run by itself
                 self._made[dim] = None
         return self._made[dim]

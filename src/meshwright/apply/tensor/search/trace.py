@@ -129,9 +129,12 @@ class Trace(TorchFunctionMode):
         self.module = module
         self.names: dict[int, list[str]] = {}
         """id of a parameter -> all its FQNs."""
+        self.keys: dict[str, int] = {}
+        """FQN of a parameter -> its id."""
         self.parameters: dict[int, nn.Parameter] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
+            self.keys[name] = id(parameter)
             self.parameters[id(parameter)] = parameter
         self._sources: dict[int, frozenset[int]] = {}
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
