@@ -31,6 +31,14 @@ _UNPROVEN = (
     "layout"
 )
 _LATE = "a forward drew that drew nothing with the first batch, which is left to torch's generator: each rank draws for itself"
+_OWN_GENERATOR = (
+    "a generator that the model's code keeps (random.Random, numpy.random.Generator, torch.Generator) draws for each rank "
+    "and micro-batch by itself"
+)
+_UNSEEN = (
+    "a forward draws from torch's generator where it cannot be seen (another thread, or code compiled by itself): each rank "
+    "draws for itself"
+)
 _UNPROVEN_CUT = (
     "rng: the cut model did not give the outputs of the whole one with the same random numbers; they may depend on tp"
 )
@@ -300,7 +308,8 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
-            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample]
+            beside = [found.uses_own, found.is_unseen, found.unclear]
+            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
         told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
@@ -318,6 +327,7 @@ class GlobalDraws:
             return
         if self.has_draws and not all(row[1] for row in rows):
             self.tell(_UNPROVEN)
+        self._tell_beside([row[6] for row in rows])
         self._python_apart = any(row[5] for row in rows)
         if self._python_apart:
             self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")
@@ -325,6 +335,17 @@ class GlobalDraws:
             self.leave_to_torch("a forward seeds torch's generator by itself")
         if not rows:
             self.leave_to_torch("the first batch could not be tried in parts, so that sample dims are unknown")
+
+    def _tell_beside(self, found: Sequence[Sequence[Any]]) -> None:
+        """Tell what draws by no place, and what could not be tried: of each rank with samples."""
+        if any(uses_own for uses_own, _, _ in found):
+            self.tell(_OWN_GENERATOR)
+        if any(is_unseen for _, is_unseen, _ in found):
+            self.tell(_UNSEEN)
+        for call in dict.fromkeys(call for _, _, unclear in found for call in unclear):
+            self.tell(
+                f"the first batch does not show in what order {call} holds the samples; it may depend on the layout"
+            )
 
 
 def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:

@@ -343,7 +343,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     if repeats:
         steps = [step] if step is not None else [*reversed(_under_way), *_kept]
         found = _repeated_draw([one for one in steps if one.left is None])
-        if found is None and step is not None and step.left is None:
+        if found is None and step is not None:
             step.on_unknown(
                 "code that runs in backward draws, which is left to torch's generator: each rank draws for itself"
             )
