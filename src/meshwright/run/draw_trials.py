@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
 from meshwright.apply.randomness.sites import (
-    LOSS,
     Call,
     DrawNote,
     ForwardDraws,

@@ -12,10 +12,11 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.randomness.gpu import is_there
+from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_cut
-from meshwright.apply.randomness.sites import Call, ForwardDraws, Names, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import Call, ForwardDraws, StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.random_states import PythonState
 from meshwright.describe.batches import BatchSplitter

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from meshwright.apply.randomness.operators import install_operators
-from meshwright.apply.randomness.sites import ForwardDraws, Names, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.alike import alike_draws
+from meshwright.apply.randomness.sites import drawing_again
 from meshwright.apply.tensor.proof.unchecked import check_shapes
 from meshwright.apply.tensor.search.operations import WithoutDropout
 
@@ -29,9 +28,7 @@ class Exact(WithoutDropout):
         self._draws = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
-        install_operators()
-        self._draws.enter_context(in_step(StepDraws("proof", Names(nn.Module()), {})))
-        self._draws.enter_context(in_forward(ForwardDraws(0, 1)))
+        self._draws.enter_context(drawing_again(alike_draws()))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
