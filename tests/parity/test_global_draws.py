@@ -43,6 +43,7 @@ def test_one_process(case: str, line: str) -> None:
         ("gpt", "dp=2,zero=3,micro_batches=2"),
         ("gpt", "pp=2,virtual=2,micro_batches=2,schedule=interleaved"),  # a dropout that two stages call
         ("gpt", "tp=2"),
+        ("vit", "tp=2,micro_batches=4"),  # whose drop path an inspection draws twice
         ("residuals", "tp=2,recompute=full"),
         ("vit", "dp=2,recompute=selective"),
         ("vae", "pp=2,micro_batches=3,recompute=full"),
@@ -52,6 +53,11 @@ def test_one_process(case: str, line: str) -> None:
 def test_two_ranks(case: str, line: str) -> None:
     for found in testing.run_ranks(train, 2, case, line):
         check(found, single(case))
+
+
+def test_stages_of_one_rank_over_cut_layers() -> None:
+    for found in testing.run_ranks(train, 4, "gpt", "tp=2,pp=2,virtual=2,micro_batches=2,schedule=zbv"):
+        check(found, single("gpt"))
 
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:

@@ -47,17 +47,21 @@ _UNPROVEN_CUT = (
 Term = Callable[[Any, Any], LossTerm]
 
 
-def _why_torch_draws(module: nn.Module, *, num_replicas: int) -> str | None:
+def _why_torch_draws(module: nn.Module, *, num_replicas: int, shares_layers: bool) -> str | None:
     """Return why torch's generators draw for a model, whatever `rng` says; None where numbers go by place.
 
     Args:
         module: The model.
         num_replicas: Devices of this process that share the batch out [count].
+        shares_layers: Whether other ranks have parts of the same layers.
     """
     if num_replicas > 1:
         return "devices of one process (data_parallel) draw from one generator"
     if any(_is_compiled(child) for child in module.modules()):
         return "code that torch.compile has compiled draws by itself"
+    if shares_layers and any(hasattr(own, "_torchdynamo_orig_callable") for own in Outside.of(module).functions):
+        # Only some ranks run a function in proofs, and compile it there: their calls would be seen, and the others' not.
+        return "a function that torch.compile has compiled may draw by itself on some of the ranks that share layers"
     slow = [
         device for device in {p.device for p in module.parameters()} if device.type != "cpu" and not is_there(device)
     ]
@@ -104,7 +108,9 @@ class GlobalDraws:
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
         install_operators()
-        self._why_torch = _why_torch_draws(module, num_replicas=engine.num_replicas)
+        self._why_torch = _why_torch_draws(
+            module, num_replicas=engine.num_replicas, shares_layers=len(self._sharers) > 1
+        )
         self.is_off = self._why_torch is not None
 
     @property
