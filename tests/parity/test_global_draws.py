@@ -54,6 +54,11 @@ def test_two_ranks(case: str, line: str) -> None:
         check(found, single(case))
 
 
+def test_stages_of_one_rank_over_cut_layers() -> None:
+    for found in testing.run_ranks(train, 4, "gpt", "tp=2,pp=2,virtual=2,micro_batches=2,schedule=zbv"):
+        check(found, single("gpt"))
+
+
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     whole = single("gpt", 4)
     first = testing.run_ranks(functools.partial(train, directory=str(tmp_path)), 2, "gpt", "dp=2")[0]

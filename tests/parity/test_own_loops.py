@@ -66,6 +66,12 @@ def test_shares_matter_to_what_is_compared() -> None:
     assert abs(own - part) > 0.1 * torch.abs(own)
 
 
+def test_an_optimizer_of_whole_matrices_gets_them() -> None:
+    wanted = jobs.by_matrices("single")
+    for found in testing.run_ranks(jobs.by_matrices, 2, "tp=2"):
+        assert found == pytest.approx(wanted, rel=FLOAT64)
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,bucket_bytes=1KiB"])
 def test_torchs_clipping_and_hooks_see_whole_gradients(plan: str) -> None:
     for found in testing.run_ranks(jobs.under_plan, 2, "by_torch", plan, SHARES[2]):

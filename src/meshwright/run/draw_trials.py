@@ -17,9 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
-from meshwright.apply.randomness.sites import Call, DrawNote, ForwardDraws, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import (
+    Call,
+    DrawNote,
+    ForwardDraws,
+    StepDraws,
+    called,
+    in_forward,
+    in_step,
+)
+from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome
@@ -32,6 +42,8 @@ _FEW = 2
 """Samples by which a model that draws nothing is known [count]."""
 _NUM_CHANCES = 4
 """Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
+_MOST_TURNED = 6
+"""Calls in which the order of samples is tried one by one; more are tried together [count]."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_TOLERANCE = 5e-2
@@ -79,6 +91,11 @@ class TrialDraws:
         """What torch's generator gave at each draw."""
         self.uses_python = False
         """Whether Python's or NumPy's generator has drawn."""
+        self.uses_own = False
+        """Whether a generator that the model's code keeps has drawn."""
+        self.is_unseen = False
+        """Whether torch's generator has drawn, and no call was seen that did."""
+        self.loss = math.nan
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -94,15 +111,20 @@ class TrialDraws:
 
         # Trials begin with different states: equal marks are of a forward that seeds the generator.
         torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
+        state, told = torch.get_rng_state(), list[str]()
         hook = register_module_forward_pre_hook(count)
         try:
             with self._make_step(self._dims, self._chance) as step:
-                python = PythonState()
+                step.on_unknown = told.append
+                python, own = PythonState(), Outside.of(self._module).generator_states()
                 try:
                     with in_step(step), in_forward(self._forward), torch.set_grad_enabled(self._with_graph):
                         yield
                 finally:
                     self.marks, self.uses_python = step.marks, python.has_moved()
+                    self.uses_own = Outside.of(self._module).generator_states() != own
+                    is_seen = bool(self.notes or told)
+                    self.is_unseen = not is_seen and not torch.equal(state, torch.get_rng_state())
         finally:
             hook.remove()
 
@@ -125,6 +147,12 @@ class DrawsFound:
     """Whether parts gave the outputs of the whole."""
     by_sample: bool = False
     """Whether Python's or NumPy's generator may draw for each sample."""
+    uses_own: bool = False
+    """Whether a generator that the model's code keeps draws."""
+    is_unseen: bool = False
+    """Whether torch's generator draws where no call is seen."""
+    unclear: list[str] = dataclasses.field(default_factory=list)
+    """Calls whose samples lie in an order that could not be tried."""
     dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
     notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
     """What the whole drew."""
@@ -165,9 +193,9 @@ class DrawTrials:
         share, count = found.share, self._splitter.count
         if not self._decides and self._splitter.splits_by_row and count(share) >= 2 * _FEW:  # most models draw nothing
             few = self._splitter.cut(share, count(share) // _FEW)[0]
-            if not (yield from self._run([(few, 0)], {}))[0].notes:
+            if not _noted(found, (yield from self._run([(few, 0)], {})))[0].notes:
                 return Evidence()
-        whole = yield from self._run([(share, 0)], {})
+        whole = _noted(found, (yield from self._run([(share, 0)], {})))
         found.notes = whole[0].notes
         found.draws = bool(found.notes)
         decides = self._decides or any(math.prod(note.shape) == 1 for note in found.notes.values())
@@ -192,21 +220,39 @@ class DrawTrials:
         if not found.draws and not uses_python:
             return Evidence()
         found.is_proven = yield from self._prove(found, placed, found.dims)
-        if not found.is_proven and any(dims.is_merged for dims in found.dims.values()):
-            turned = {c: dataclasses.replace(d, is_minor=d.is_merged) for c, d in found.dims.items()}
-            found.is_proven = yield from self._prove(found, placed, turned)
+        merged = [call for call, dims in found.dims.items() if dims.is_merged]
+        for turned in _orders(merged):
             if found.is_proven:
-                found.dims.update(turned)
+                break
+            dims = _turned(found.dims, turned)
+            found.is_proven = yield from self._prove(found, placed, dims)
+            if found.is_proven:
+                found.dims.update(dims)
+        if found.is_proven and merged:
+            yield from self._look_for_unseen_orders(found, merged)
         found.by_sample = uses_python and not found.is_proven
         return Evidence()
+
+    def _look_for_unseen_orders(
+        self, found: DrawsFound, merged: Sequence[Call]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
+        """Note the calls whose order of samples changes nothing now: noise that a weight of zero scales, for example."""
+        (whole,) = yield from self._run([(found.share, 0)], found.dims)
+        for calls in [[call] for call in merged] if len(merged) <= _MOST_TURNED else [list(merged)]:
+            (other,) = yield from self._run([(found.share, 0)], _turned(found.dims, calls))
+            if are_alike(whole.outputs, other.outputs) and whole.loss == other.loss:
+                found.unclear += [f"draw {number} of {called(name)}" for name, number in calls]
 
     @staticmethod
     def _note_dims(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
         for call, note in whole.notes.items():
             shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
             dims = find_dims([(whole.num_samples, note.shape), *shapes])
-            if dims is not None:
-                found.dims.setdefault(call, dataclasses.replace(dims, kind=note.kind))
+            if dims is None:
+                continue
+            before = found.dims.setdefault(call, dataclasses.replace(dims, kind=note.kind))
+            if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
+                found.unclear.append(f"draw {call[1]} of {called(call[0])}")
 
     def note_cut(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
         """DrawNote what the cut model draws; found.notes and found.outputs become those of it."""
@@ -226,7 +272,9 @@ class DrawTrials:
             )
             for batch, first in batches
         ]
-        yield [TrialForward(batch, evaluates=False, draws=own) for (batch, _), own in zip(batches, draws, strict=True)]
+        outcomes = yield [TrialForward(batch, False, draws=own) for (batch, _), own in zip(batches, draws, strict=True)]
+        for own, outcome in zip(draws, outcomes, strict=True):
+            own.loss = outcome.value
         return draws
 
     def _prove(
@@ -235,7 +283,37 @@ class DrawTrials:
         whole = yield from self._run([(found.share, 0)], dims)
         pieces = yield from self._run(placed, dims)
         found.outputs = whole[0].outputs
+        if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not _is_mean(whole[0], pieces):
+            return False
         return are_parts(whole[0], pieces)
+
+
+def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:
+    """Take note of generators that do not draw by place."""
+    found.uses_own |= any(one.uses_own for one in made)
+    found.is_unseen |= any(one.is_unseen for one in made)
+    return made
+
+
+def _turned(dims: Mapping[Call, SiteDims], calls: Sequence[Call]) -> dict[Call, SiteDims]:
+    """Return sample dims with the samples of these calls in the other order."""
+    return {
+        call: dataclasses.replace(own, is_minor=not own.is_minor) if call in calls else own
+        for call, own in dims.items()
+    }
+
+
+def _orders(merged: Sequence[Call]) -> list[list[Call]]:
+    """Return which merged calls to turn, in the order of the attempts: all, those of the model, those of the loss."""
+    of_loss = [call for call in merged if call[0] == LOSS]
+    of_model = [call for call in merged if call[0] != LOSS]
+    return [list(merged), *([of_model, of_loss] if of_loss and of_model else [])] if merged else []
+
+
+def _is_mean(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:
+    """Tell whether the loss of the whole is the mean over samples of that of pieces."""
+    total = sum(piece.loss * piece.num_samples for piece in pieces) / sum(piece.num_samples for piece in pieces)
+    return abs(total - whole.loss) <= _TOLERANCES[torch.float32] * abs(whole.loss)
 
 
 def draws_inside(notes: Mapping[Call, DrawNote]) -> dict[Call, Counter[str]]:
@@ -263,9 +341,13 @@ def are_parts(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:
             continue
         shapes = [(count, tuple(part.shape)) for count, part in zip(counts, parts, strict=True)]
         found = find_dims([(whole.num_samples, tuple(tensor.shape)), *shapes])
-        if found is None or found.dim is None or found.is_merged:
+        if found is None or found.dim is None:
             continue
-        if not _are_close(tensor, torch.cat(parts, found.dim)):
+        joined = [torch.cat(parts, found.dim)]
+        if found.is_merged:  # in either order
+            rows = [part.unflatten(found.dim, (-1, count)) for count, part in zip(counts, parts, strict=True)]
+            joined.append(torch.cat(rows, found.dim + 1).flatten(found.dim, found.dim + 1))
+        if not any(_are_close(tensor, one) for one in joined):
             return False
         compared += 1
     return bool(compared) or (bool(means) and all(means))

@@ -12,10 +12,11 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.randomness.gpu import is_there
+from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_cut
-from meshwright.apply.randomness.sites import Call, ForwardDraws, Names, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import Call, ForwardDraws, StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
@@ -31,6 +32,14 @@ _UNPROVEN = (
     "layout"
 )
 _LATE = "a forward drew that drew nothing with the first batch, which is left to torch's generator: each rank draws for itself"
+_OWN_GENERATOR = (
+    "a generator that the model's code keeps (random.Random, numpy.random.Generator, torch.Generator) draws for each rank "
+    "and micro-batch by itself"
+)
+_UNSEEN = (
+    "a forward draws from torch's generator where it cannot be seen (another thread, or code compiled by itself): each rank "
+    "draws for itself"
+)
 _UNPROVEN_CUT = (
     "rng: the cut model did not give the outputs of the whole one with the same random numbers; they may depend on tp"
 )
@@ -38,17 +47,21 @@ _UNPROVEN_CUT = (
 Term = Callable[[Any, Any], LossTerm]
 
 
-def _why_torch_draws(module: nn.Module, *, num_replicas: int) -> str | None:
+def _why_torch_draws(module: nn.Module, *, num_replicas: int, shares_layers: bool) -> str | None:
     """Return why torch's generators draw for a model, whatever `rng` says; None where numbers go by place.
 
     Args:
         module: The model.
         num_replicas: Devices of this process that share the batch out [count].
+        shares_layers: Whether other ranks have parts of the same layers.
     """
     if num_replicas > 1:
         return "devices of one process (data_parallel) draw from one generator"
     if any(_is_compiled(child) for child in module.modules()):
         return "code that torch.compile has compiled draws by itself"
+    if shares_layers and any(hasattr(own, "_torchdynamo_orig_callable") for own in Outside.of(module).functions):
+        # Only some ranks run a function in proofs, and compile it there: their calls would be seen, and the others' not.
+        return "a function that torch.compile has compiled may draw by itself on some of the ranks that share layers"
     slow = [
         device for device in {p.device for p in module.parameters()} if device.type != "cpu" and not is_there(device)
     ]
@@ -95,7 +108,9 @@ class GlobalDraws:
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
         install_operators()
-        self._why_torch = _why_torch_draws(module, num_replicas=engine.num_replicas)
+        self._why_torch = _why_torch_draws(
+            module, num_replicas=engine.num_replicas, shares_layers=len(self._sharers) > 1
+        )
         self.is_off = self._why_torch is not None
 
     @property
@@ -300,7 +315,8 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
-            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample]
+            beside = [found.uses_own, found.is_unseen, found.unclear]
+            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
         told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
@@ -318,6 +334,7 @@ class GlobalDraws:
             return
         if self.has_draws and not all(row[1] for row in rows):
             self.tell(_UNPROVEN)
+        self._tell_beside([row[6] for row in rows])
         self._python_apart = any(row[5] for row in rows)
         if self._python_apart:
             self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")
@@ -325,6 +342,17 @@ class GlobalDraws:
             self.leave_to_torch("a forward seeds torch's generator by itself")
         if not rows:
             self.leave_to_torch("the first batch could not be tried in parts, so that sample dims are unknown")
+
+    def _tell_beside(self, found: Sequence[Sequence[Any]]) -> None:
+        """Tell what draws by no place, and what could not be tried: of each rank with samples."""
+        if any(uses_own for uses_own, _, _ in found):
+            self.tell(_OWN_GENERATOR)
+        if any(is_unseen for _, is_unseen, _ in found):
+            self.tell(_UNSEEN)
+        for call in dict.fromkeys(call for _, _, unclear in found for call in unclear):
+            self.tell(
+                f"the first batch does not show in what order {call} holds the samples; it may depend on the layout"
+            )
 
 
 def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:

@@ -342,3 +342,16 @@ def with_buffers(plan: str) -> tuple[dict[str, Tensor], int]:
             model.optimizer.step()
             scheduler.step()
         return model.full_state_dict(), model.num_steps
+
+
+def by_matrices(plan: str) -> list[float]:
+    """Return two steps' losses with an optimizer that needs whole matrices."""
+    adafactor = functools.partial(torch.optim.Adafactor, lr=0.1)
+    losses: list[float] = []
+    with mw.apply_plan(build_net, plan, optimizer=adafactor) as model:
+        for step in range(2):
+            x, y = batch_of(step)
+            losses.append(model.backward((model(x) - y).square().mean(), weight=len(x)))
+            model.optimizer.step()
+            model.zero_grad()
+    return losses

@@ -26,6 +26,7 @@ from meshwright.apply.pipeline.walking.stage_forward import StageForward
 from meshwright.apply.pipeline.walking.stand_ins import Meta, value_of
 from meshwright.apply.pipeline.walking.unit_hooks import UnderWay
 from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError
+from meshwright.apply.randomness.sites import begin_again
 from meshwright.comm.ledger import Ledger
 
 __all__: list[str] = []
@@ -104,6 +105,7 @@ class Stage:
         if self._own_state is not None:
             self._own_state.enter(self.index)
         way = Way(micro_batch, is_training=self._module.training, counters=self.counters.changes())
+        begin_again()  # each stage of this rank counts what the others draw
         walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk
         try:

@@ -152,6 +152,8 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
         return None
     if cut is not None and (cut.dim >= len(shape) or cut.sizes[cut.rank] != _own(shape, dims, num_samples, cut.dim)):
         return None
+    if dims.dim is not None and not (dims.is_merged or cut or shape[dims.dim] == num_samples):
+        return None  # another call than the one whose dim is known
     levels: list[Level] = []
     stride, first = 1, 0
     for dim in reversed(range(len(shape))):

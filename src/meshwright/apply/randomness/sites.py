@@ -13,25 +13,22 @@ import contextlib
 import dataclasses
 import functools
 import math
-import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
-from meshwright._torch_private import MODULE_CALL, is_in_backward
+from meshwright._torch_private import is_in_backward
+from meshwright.apply.randomness.names import LOSS, Names
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-LOSS = "<loss>"
-"""The name of code outside of the model's modules."""
 
 Call = tuple[str, int]
 """The module's FQN, and the number of the draw in it."""
@@ -47,42 +44,6 @@ class DrawNote:
     """The slices of the stream in which it ran, if in any."""
     within: tuple[Call, ...] = ()
     """The modules whose forwards were running, each with the number of its call."""
-
-
-class Names:
-    """FQNs of a model's modules, by the module.
-
-    Args:
-        module: The model.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._names: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}
-
-    def running(self) -> Iterator[str]:
-        """Yield the names of the model's modules whose forwards are running, the innermost first."""
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is MODULE_CALL:
-                name = self._name_of(frame.f_locals["self"])
-                if name is not None:
-                    yield name
-            frame = frame.f_back
-
-    def _name_of(self, module: nn.Module) -> str | None:
-        """Return a module's name; None for one that is not the model's, a loss for example."""
-        key = id(module)
-        found = self._names.get(key)
-        if found is None or found[0]() is not module:  # a forward may make modules, whose memory later ones get
-            self._names[key] = (weakref.ref(module, lambda _: self._names.pop(key, None)), None)
-            self._names.update({id(child): (weakref.ref(child), name) for name, child in self._module.named_modules()})
-            found = self._names[key]
-        return found[1]
-
-    def find(self) -> str:
-        """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
-        return next(self.running(), LOSS)
 
 
 class ForwardDraws:
@@ -102,6 +63,12 @@ class ForwardDraws:
         """What a trial notes, where one runs."""
         self.module_calls: Counter[str] = Counter()
         """Calls of each module, which a trial counts."""
+
+    def again(self) -> ForwardDraws:
+        """Return a forward of the same samples, at the same place among its draws."""
+        forward = ForwardDraws(self.first, self.num_samples)
+        forward.counts.update(self.counts)
+        return forward
 
     def next_call(self, name: str) -> Call:
         """Return the next call of a module."""
@@ -146,6 +113,10 @@ class StepDraws:
         self.left = left
         self._known: dict[int, tuple[Call, ForwardDraws]] = {}
         self._twice: set[int] = set()
+
+    def again(self) -> StepDraws:
+        """Return draws of the same numbers, which a look at the step may repeat: it leaves no marks, and tells nothing."""
+        return StepDraws(self.text, self.names, self.dims, inside=self.inside, share=self.share, part=self.part)
 
     @property
     def marks(self) -> frozenset[int]:
@@ -313,6 +284,28 @@ def on_slices(slicing: Slicing) -> Iterator[None]:
         _running.slicing = before
 
 
+def running_draws() -> tuple[StepDraws, ForwardDraws] | None:
+    """Return the step and the forward that draw by place in this thread; None where none does."""
+    step, forward = _running.step, _running.forward
+    return None if step is None or step.left is not None or forward is None else (step, forward)
+
+
+@contextlib.contextmanager
+def drawing_again(drawn: tuple[StepDraws, ForwardDraws]) -> Iterator[None]:
+    """Draw inside the context what is about to be drawn, and leave the later draws as they are without it."""
+    step, forward = drawn
+    with in_step(step.again()), in_forward(forward.again()):
+        yield
+
+
+def begin_again() -> None:
+    """Number the draws of this forward from the start: another stage of this rank runs it now."""
+    forward = _running.forward
+    if forward is not None:
+        forward.counts.clear()
+        forward.module_calls.clear()
+
+
 def pass_over_draw() -> None:
     """Count a draw of code between modules that another stage runs, so that all stages number the later ones alike."""
     step, forward = _running.step, _running.forward
@@ -343,7 +336,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     if repeats:
         steps = [step] if step is not None else [*reversed(_under_way), *_kept]
         found = _repeated_draw([one for one in steps if one.left is None])
-        if found is None and step is not None and step.left is None:
+        if found is None and step is not None:
             step.on_unknown(
                 "code that runs in backward draws, which is left to torch's generator: each rank draws for itself"
             )

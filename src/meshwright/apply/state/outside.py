@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
-from meshwright.apply.state.generators import draws_globally, is_generator
+from meshwright.apply.state.generators import draws_globally, is_generator, read_generator
 from meshwright.apply.state.libraries import Home
 from meshwright.apply.state.slots import read_slots
 from meshwright.trees import write_back
@@ -233,6 +233,14 @@ class Outside:
             for name in child._buffers:
                 moment.add_slot(child._buffers, name, f"{type(child).__name__}.{name}", (id(child), name))
         return moment
+
+    def generator_states(self) -> list[Any]:
+        """Return the states of the random generators that the code keeps in attributes and variables."""
+        module = None if self._module is None else self._module()
+        children = () if module is None else module.modules()
+        own = [value for child in children for value in vars(child).values()]
+        held = [*own, *(_get(space, name) for space, name, _ in self._slots.values()), *self._values]
+        return [read_generator(value) for value in held if is_generator(value)]
 
     @property
     def functions(self) -> list[types.FunctionType]:

@@ -262,6 +262,10 @@ class TensorEngine(OuterEngine):
             self.cutting.begin_step()
         self.inner.begin_step()
 
+    def finish_step(self) -> None:
+        self._whole_matrices.end()
+        self.inner.finish_step()
+
     def begin_forward(self) -> None:
         if self.cutting is not None:
             self.cutting.begin_step()

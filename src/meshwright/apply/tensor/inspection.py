@@ -12,6 +12,8 @@ from torch import nn
 from meshwright._torch_private import without_dispatch_modes
 from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
+from meshwright.apply.randomness.alike import alike_draws
+from meshwright.apply.randomness.sites import drawing_again, running_draws
 from meshwright.apply.state.attributes import OF_TORCH, insides_put_back
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
@@ -48,11 +50,13 @@ def compare_runs(
     The module is left unchanged; each run has copies of the arguments' tensors, which it may write over.
     """
     results = []
+    # What dropout is not (drop path, noise) draws the same numbers in both runs; those of the step, where they have a place.
+    drawn = running_draws() or alike_draws()
     # A dispatch mode such as selective recompute's would record these calls, and expect them again in backward.
     modes = NotedDropout(), NotedDropout()
     with torch.no_grad(), without_dispatch_modes(), _noted():
         for run, mode in zip((cut, whole), modes, strict=True):
-            with left_as_it_was(module), insides_put_back(given), mode:
+            with left_as_it_was(module), drawing_again(drawn), insides_put_back(given), mode:
                 outputs = run(map_tensors(given, torch.Tensor.clone))
                 results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(outputs, torch.Tensor.detach))])
     findings = []

@@ -46,8 +46,8 @@ class WholeMatrices:
 
     def leave(self) -> None:
         """Give every parameter its shard of the new value, and its shard of the gradient."""
-        self._depth -= 1
-        if self._depth:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or not self._local:
             return
         layouts, group = self._cutting.layouts, self._cutting.group
         for (name, parameter), (local, gradient) in zip(self._parameters(), self._local, strict=True):
@@ -56,3 +56,8 @@ class WholeMatrices:
             parameter.data = local.copy_(own)
             parameter.grad = gradient
         self._local = []
+
+    def end(self) -> None:
+        """Leave, where the optimizer's step has ended and its hook that leaves runs after those that end an own loop's step."""
+        self._depth = min(self._depth, 1)
+        self.leave()

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
-from meshwright.apply.randomness.sites import ForwardDraws, Names, StepDraws, draws_by_place, in_forward, in_step
+from meshwright.apply.randomness.sites import ForwardDraws, StepDraws, draws_by_place, in_forward, in_step
 from meshwright.apply.tensor.masks import NotedDropout
 
 

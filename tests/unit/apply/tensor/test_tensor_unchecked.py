@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.apply.tensor.proof.proof import Exact
+from meshwright.apply.tensor.proof.exact import Exact
 
 
 def _rows(*shape: int) -> Tensor:

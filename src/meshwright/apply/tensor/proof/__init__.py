@@ -4,6 +4,7 @@ The threads run the code of the real ranks on copies, in float64 on the CPU, wit
 
 proof                 the proof of one region
 scope_values          random values that all runs of a scope share
+exact                 mode in which all runs compute, and draw, alike
 conditions            calls and modes under which a layout is proven
 shards_against_whole  comparison of results, and the error for a difference
 twins                 comparison of two scopes: is an experiment with one that with the other?

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guards.ambient import surrounded_by
 from meshwright.apply.tensor.guards.asked import Asked, ask
 from meshwright.apply.tensor.proof.effects import Before, Left, foreign_parameter
+from meshwright.apply.tensor.proof.exact import Exact
 from meshwright.apply.tensor.proof.scope_values import ScopeValues, as_double
 from meshwright.apply.tensor.proof.shards_against_whole import (
     TOLERANCE,
@@ -38,8 +39,6 @@ from meshwright.apply.tensor.proof.shards_against_whole import (
     largest,
 )
 from meshwright.apply.tensor.proof.threads import run_as_ranks
-from meshwright.apply.tensor.proof.unchecked import check_shapes
-from meshwright.apply.tensor.search.operations import WithoutDropout
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
@@ -61,20 +60,6 @@ class MisshapenError(DisprovedError):
         self.place = place
         self.own = own
         self.whole = whole
-
-
-class Exact(WithoutDropout):
-    """Float64 where code asks for float32, and no dropout: results must then be equal to rounding."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        check_shapes(func, args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 # -- one run ------------------------------------------------------------------------------------------------------

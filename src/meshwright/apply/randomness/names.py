@@ -1,0 +1,52 @@
+"""Names of a model's modules by which draws are known: the innermost module whose forward is running."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+
+from meshwright._torch_private import MODULE_CALL
+
+__all__: list[str] = []
+
+LOSS = "<loss>"
+"""The name of code outside of the model's modules."""
+
+
+class Names:
+    """FQNs of a model's modules, by the module.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}
+
+    def running(self) -> Iterator[str]:
+        """Yield the names of the model's modules whose forwards are running, the innermost first."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                name = self._name_of(frame.f_locals["self"])
+                if name is not None:
+                    yield name
+            frame = frame.f_back
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        """Return a module's name; None for one that is not the model's, a loss for example."""
+        key = id(module)
+        found = self._names.get(key)
+        if found is None or found[0]() is not module:  # a forward may make modules, whose memory later ones get
+            self._names[key] = (weakref.ref(module, lambda _: self._names.pop(key, None)), None)
+            self._names.update({id(child): (weakref.ref(child), name) for name, child in self._module.named_modules()})
+            found = self._names[key]
+        return found[1]
+
+    def find(self) -> str:
+        """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
+        return next(self.running(), LOSS)

@@ -1,0 +1,155 @@
+"""Draws of which the first batch does not show how they hold the samples, or that draw by no place: proven, or told."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.tolerances import FLOAT64
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.apply.randomness.sites import ForwardDraws, begin_again, in_forward
+from meshwright.run.draw_trials import are_parts
+from meshwright.run.global_draws import _why_torch_draws
+
+SAMPLES, LENGTH, WIDTH = 7, 5, 4
+
+
+class Base(nn.Module):
+    """A layer on sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Scaled(Base):
+    """Noise for flattened sequences, the samples innermost, that a weight of zero scales at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(LENGTH * len(x), WIDTH, dtype=x.dtype).view(LENGTH, len(x), WIDTH).transpose(0, 1)
+        return self.layer(x + self.weight * noise)
+
+
+class OwnGenerator(Base):
+    """Keeps a generator of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1 + self.generator.random())
+
+
+class InThread(Base):
+    """Draws in another thread."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn: list[Tensor] = []
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(x.shape, dtype=x.dtype)))
+        thread.start()
+        thread.join()
+        return self.layer(x) + drawn[0]
+
+
+class InBackward(Base):
+    """Adds noise to a gradient, and draws nothing in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.layer(x)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+        return result
+
+
+def _build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def _mean(outputs: Tensor, _: Any) -> Tensor:
+    return outputs.square().sum((1, 2)).mean()
+
+
+def _dropped(outputs: Tensor, _: Any) -> Tensor:
+    """Drop entries of flattened sequences, the samples innermost."""
+    flat = outputs.transpose(0, 1).flatten(0, 1)
+    return F.dropout(flat, 0.5).view(LENGTH, len(outputs), WIDTH).square().sum((0, 2)).mean()
+
+
+def _train(kind: type[nn.Module], line: str, loss: Any = _mean) -> tuple[list[float], tuple[str, ...]]:
+    batch = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    model = mw.apply_plan(functools.partial(_build, kind), line, loss_fn=loss, optimizer=sgd, seed=3)
+    losses = [model.step((batch, None)).loss for _ in range(2)]
+    model.close()
+    return losses, model.plan.reasons
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Scaled, "does not show in what order draw 0 of the model itself holds the samples"),
+        (OwnGenerator, "a generator that the model's code keeps"),
+        (InThread, "where it cannot be seen"),
+        (InBackward, "code that runs in backward draws"),
+    ],
+)
+def test_what_may_depend_on_the_layout_is_told(kind: type[nn.Module], words: str) -> None:
+    assert any(words in reason for reason in _train(kind, "micro_batches=3")[1])
+
+
+def test_the_order_of_samples_in_a_loss_is_found() -> None:
+    assert _train(Base, "micro_batches=3", _dropped)[0] == pytest.approx(
+        _train(Base, "single", _dropped)[0], rel=FLOAT64
+    )
+
+
+@pytest.mark.parametrize("is_minor", [False, True])
+def test_flattened_outputs_are_compared_too(is_minor: bool) -> None:
+    rows = torch.arange(12.0).view(4, 3) + 1  # samples, entries of each
+
+    def flat(part: Tensor) -> Tensor:
+        return (part.T if is_minor else part).flatten()
+
+    def trial(part: Tensor, flattened: Tensor) -> Any:
+        return SimpleNamespace(num_samples=len(part), outputs=[flattened, part[:, 0]])
+
+    pieces: Any = [trial(rows[:1], flat(rows[:1])), trial(rows[1:], flat(rows[1:]))]
+    assert are_parts(trial(rows, flat(rows)), pieces)
+    assert not are_parts(trial(rows, flat(rows).flip(0)), pieces)
+
+
+def test_a_compiled_function_draws_by_itself_where_ranks_share_layers() -> None:
+    module = Base()
+
+    def compiled(x: Tensor) -> Tensor:
+        return F.dropout(x)
+
+    vars(compiled)["_torchdynamo_orig_callable"] = compiled  # as torch.compile marks its functions
+    vars(module)["function"] = compiled
+    assert _why_torch_draws(module, num_replicas=1, shares_layers=False) is None
+    assert "torch.compile" in (_why_torch_draws(module, num_replicas=1, shares_layers=True) or "")
+
+
+def test_another_stage_of_a_rank_numbers_its_draws_from_the_start() -> None:
+    forward = ForwardDraws(0, 2)
+    with in_forward(forward):
+        assert [forward.next_call("layer") for _ in range(2)] == [("layer", 0), ("layer", 1)]
+        begin_again()
+    assert forward.next_call("layer") == ("layer", 0)
