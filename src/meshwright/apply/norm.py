@@ -29,7 +29,7 @@ def total_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     """
     if not tensors:
         return torch.zeros((), device=device)
-    dense = [values_of(tensor) if tensor.is_sparse else tensor for tensor in tensors]
+    dense = [values_of(tensor) for tensor in tensors]
     norm = torch.nn.utils.get_total_norm(dense)
     if math.isfinite(norm.item()):
         return norm

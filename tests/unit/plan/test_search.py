@@ -7,22 +7,18 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError, PlanError, StorageError
 from meshwright.hardware import ClusterSpec, load_cluster
 from meshwright.measure.probe_listing import save_cluster
 from meshwright.plan.catalogue.catalogue import find_model
 from meshwright.plan.costs.setup import Setup
-from meshwright.plan.costs.stages import _cut, balanced_cut
 from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.plan.plan_table import list_plans
 from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
 from meshwright.plan.search.ranking import FoundPlans, _as_cut, make_plans, predict_plan, search
 from meshwright.plan.search.select import select_strategy
 from meshwright.plan.search.space import RULES, Choice, Degrees, Task, all_choices, all_degrees, rule_against
-from meshwright.schedule.balance import balance_layers
 from meshwright.spec import LayerSpec, ModelSpec, Plan, TrainSpec
 from meshwright.spec.operator import OperatorSpec
 
@@ -105,33 +101,6 @@ def test_no_step_takes_less_than_its_least_time() -> None:
             assert costs.least_s(costs.passes(setup), setup) <= costs.cost(setup).step_s
             seen += 1
     assert seen > 100
-
-
-def halved(prefix: list[float], num_stages: int) -> tuple[int, ...]:
-    """Cut as `balanced_cut` does, with a cut for each half."""
-    low, high = prefix[-1] / num_stages, prefix[-1]
-    for _ in range(24):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _cut(prefix, middle, num_stages) is None else (low, middle)
-    best = _cut(prefix, high * 1.01, num_stages) or _cut(prefix, high, num_stages)
-    return best or (*range(num_stages), len(prefix) - 1)
-
-
-@given(
-    st.lists(st.sampled_from([0.0, 1e-9, 0.1, 0.3, 1.0, 1.0, 1.0, 7.5]) | st.floats(0, 100), min_size=2, max_size=40),
-    st.data(),
-)
-def test_stages_are_those_of_all_halves(costs: list[float], data: st.DataObject) -> None:
-    prefix = [0.0, *itertools.accumulate(costs)]
-    num_stages = data.draw(st.integers(2, len(costs)))
-    assert balanced_cut(prefix, num_stages) == halved(prefix, num_stages)
-
-
-@given(st.lists(st.sampled_from([0.0, 1e-9, 0.1, 0.3, 1.0, 1.0, 7.5]), min_size=1, max_size=20), st.data())
-def test_layers_lie_where_a_look_at_every_start_puts_them(costs: list[float], data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, len(costs)))
-    every = balance_layers(costs, num_stages, [None] * len(costs))  # with wishes each start is looked at
-    assert balance_layers(costs, num_stages) == every
 
 
 def plan_of_choice(degrees: Degrees, choice: Choice) -> Plan:

@@ -37,12 +37,7 @@ def is_ours(hook: Any) -> bool:
     """Tell whether a hook belongs to this package."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return _is_name_of_ours(getattr(hook, "__module__", None) or "")
-
-
-@functools.cache
-def _is_name_of_ours(module: str) -> bool:
-    return module.split(".", maxsplit=1)[0] == "meshwright"
+    return (getattr(hook, "__module__", None) or "").split(".")[0] == "meshwright"
 
 
 class UserHook:

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.apply.randomness.sites import in_step
 from meshwright.apply.state.outside import Outside
-from meshwright.python_state import PythonState
+from meshwright.python_state import kept_python_state
 
 __all__: list[str] = []
 
@@ -24,10 +24,9 @@ def kept_random_states(devices: Iterable[torch.device], *, module: nn.Module) ->
         module: The module that runs; its own generators, lists and objects, and the state that its code keeps outside, are
             restored too.
     """
-    before, outside = PythonState(), Outside.of(module).take()
-    with in_step(None), torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+    outside, gpus = Outside.of(module).take(), [device for device in devices if device.type == "cuda"]
+    with in_step(None), torch.random.fork_rng(gpus), kept_python_state():
         try:
             yield
         finally:
-            before.restore()
             outside.restore()

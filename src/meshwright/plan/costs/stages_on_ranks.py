@@ -41,14 +41,6 @@ class StagesOnRanks:
             found[rank] += own
         return found
 
-    def on_rank(self, rank: int, sums: Sequence[float]) -> float:
-        """Return what one rank's stages sum up to."""
-        found = 0.0
-        for own, first, last in zip(self.ranks, self.bounds, self.bounds[1:], strict=False):
-            if own == rank:
-                found += sums[last] - sums[first]
-        return found
-
     def rank_of(self, layer: int) -> int:
         """Return the rank that runs a layer."""
         return self.ranks[bisect.bisect_right(self.bounds, layer) - 1]

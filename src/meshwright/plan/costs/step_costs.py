@@ -217,7 +217,7 @@ class StepCosts:
             send_s=send_s,
         )
         forward, backward, again = (
-            placed.on_rank(slowest, self._sums(part)) * setup.micro_batches for part in zip(*passes, strict=True)
+            placed.on_ranks(self._sums(part))[slowest] * setup.micro_batches for part in zip(*passes, strict=True)
         )
         forward += walks[slowest] * setup.micro_batches
         backward += params[slowest] * accumulated * setup.micro_batches
