@@ -111,7 +111,10 @@ def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
     Args:
         kernels: The operator's name, with its overload, without "aten::" -> what runs for it.
     """
-    _DRAWS.replace(kernels, {"scaled_dot_product_attention": _attention})
+    # On a CPU attention draws by `dropout`, which is replaced itself; a call through Python takes as long as a small operator.
+    # How torch was built tells enough, and unlike the question for a device leaves the driver alone.
+    others = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None), torch.backends.mps.is_built())
+    _DRAWS.replace(kernels, {"scaled_dot_product_attention": _attention} if any(others) else {})
 
 
 def _attention(keys: Any, *given: Any, **options: Any) -> Any:

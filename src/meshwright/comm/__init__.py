@@ -3,6 +3,7 @@
 All engines exchange through a `Communicator`, which names, counts and times each collective.
 
 communicator  the only caller of torch.distributed's collectives
+group_calls   collectives of torch's process group, called without torch's layers of Python
 cuts          tensors in a row, cut where the slices of ranks end
 functional    collectives with a backward
 ledger        calls, bytes and waiting time, by collective and axis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from meshwright._torch_private import cpu_backend, cpu_backend_name, exchanges_by_gloo_alone
 from meshwright._torch_texts import says_peer_gone
+from meshwright.comm import group_calls
 from meshwright.comm.cuts import cut_at
 from meshwright.comm.ledger import Ledger, LedgerEntry
 from meshwright.comm.shm.transport_errors import PeerGoneError, TransportError
@@ -23,12 +25,6 @@ if TYPE_CHECKING:
     from meshwright.comm.peer_calls import PeerCalls
 
 __all__: list[str] = []
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-# torch 2.13 renamed them and warns about the old names; 2.11 has the old ones only.
-ALL_GATHER_SINGLE: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER_SINGLE: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -233,7 +229,7 @@ class Communicator:
         if self.looks_out:
             self.run_waiting(name, lambda: self.wait_for(call(True)), details)
         else:
-            self.run_waiting(name, lambda: call(False), details)
+            self.run_waiting(name, functools.partial(call, False), details)
         entry.wait_s += time.perf_counter() - start
         return Pending(self, name, None, entry)
 
@@ -244,7 +240,7 @@ class Communicator:
         return self.issue(
             "all_reduce",
             tensor.nbytes,
-            lambda later: dist.all_reduce(tensor, op=_OPS[op], group=self.process_group, async_op=later),
+            lambda later: group_calls.all_reduce(self._alive_group, tensor, op, later),
             async_op=async_op,
         )
 
@@ -272,7 +268,7 @@ class Communicator:
         return self.issue(
             "all_gather",
             flat.nbytes,
-            lambda later: ALL_GATHER_SINGLE(output, source, group=self.process_group, async_op=later),
+            lambda later: group_calls.all_gather_single(self._alive_group, output, source, later),
             async_op=async_op,
         )
 
@@ -281,7 +277,7 @@ class Communicator:
         self.issue(
             "all_gather",
             stacked.nbytes,
-            lambda later: ALL_GATHER_SINGLE(stacked, piece, group=self.process_group, async_op=later),
+            lambda later: group_calls.all_gather_single(self._alive_group, stacked, piece, later),
         )
 
     def reduce_scatter_stacked(self, own: torch.Tensor, stacked: torch.Tensor) -> None:
@@ -322,10 +318,10 @@ class Communicator:
 
     def _reduce_scatter(self, own: torch.Tensor, stacked: torch.Tensor) -> None:
         if not self.looks_out:
-            REDUCE_SCATTER_SINGLE(own, stacked, group=self.process_group)
+            group_calls.reduce_scatter_single(self._alive_group, own, stacked)
             return
         whole = stacked.clone()  # torch does the same with gloo, but without a timed wait
-        self.wait_for(dist.all_reduce(whole, group=self.process_group, async_op=True))
+        self.wait_for(group_calls.all_reduce(self._alive_group, whole, "sum", True))
         own.copy_(whole.view(self.size, -1)[self.group_rank].view_as(own))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, async_op: bool = False) -> Pending:
@@ -335,7 +331,7 @@ class Communicator:
         return self.issue(
             "broadcast",
             tensor.nbytes,
-            lambda later: dist.broadcast(tensor, src=self.ranks[source], group=self.process_group, async_op=later),
+            lambda later: group_calls.broadcast(self._alive_group, tensor, source, later),
             async_op=async_op,
         )
 

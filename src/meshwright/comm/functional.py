@@ -46,21 +46,23 @@ __all__ = [
 ]
 
 WATCHERS: dict[int, Callable[..., Tensor]] = {}
-"""Thread -> what makes its exchanges, `(name, function, tensor, group, *rest)`. Empty in training: for checks beforehand."""
+"""Thread -> what makes its exchanges, `(function, tensor, how)`. Empty in training: for checks beforehand."""
+
+How = tuple["Communicator", int, tuple[int, ...], str]
+"""Of an exchange: the group, the dim along which it goes, the ranks' sizes there, its name. Whole tensors: dim 0 and no sizes."""
 
 
-def _make(
-    name: str, function: type[torch.autograd.Function], tensor: Tensor, group: Communicator, *rest: Any
-) -> Tensor:
+def _make(function: type[torch.autograd.Function], tensor: Tensor, how: How) -> Tensor:
     watcher = WATCHERS.get(threading.get_ident()) if WATCHERS else None
     if watcher is not None:
-        return watcher(name, function, tensor, group, *rest)
+        return watcher(function, tensor, how)
     if is_transformed():
         raise ApplyError(
-            f"a transform of torch.func (vmap, grad, jvp) runs code that ranks have cut: it has no rule for an exchange ({name})",
+            "a transform of torch.func (vmap, grad, jvp) runs code that ranks have cut: it has no rule for an exchange "
+            f"({how[3]})",
             fix="use a plan without tp (dp, zero), or compute the derivative with torch.autograd",
         )
-    return function.apply(tensor, group, *rest)
+    return function.apply(tensor, how)
 
 
 def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
@@ -73,7 +75,7 @@ def copy_to_group(tensor: Tensor, group: Communicator) -> Tensor:
     Returns:
         The same values; not to be written to.
     """
-    return tensor if group.size == 1 else _make("copy", _Copy, tensor, group)
+    return tensor if group.size == 1 else _make(_Copy, tensor, (group, 0, (), "copy"))
 
 
 def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
@@ -86,7 +88,7 @@ def reduce_from_group(tensor: Tensor, group: Communicator) -> Tensor:
     Returns:
         The sum, on every rank.
     """
-    return tensor if group.size == 1 else _make("reduce", _Reduce, tensor, group)
+    return tensor if group.size == 1 else _make(_Reduce, tensor, (group, 0, (), "reduce"))
 
 
 def gather_from_group(tensor: Tensor, group: Communicator, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -111,44 +113,44 @@ def reduce_scatter_along(tensor: Tensor, group: Communicator, *, dim: int, sizes
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, how: How) -> Tensor:
+        ctx.how = how
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Reduce.apply(gradients[0], ctx.group), None
+        return _Reduce.apply(gradients[0], ctx.how), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, how: How) -> Tensor:
+        ctx.how = how
         # A copy: autograd may have passed the same gradient to other nodes, and the caller may need its tensor.
         total = tensor.clone(memory_format=torch.contiguous_format)
         if total.numel():
-            group.all_reduce(total)
+            how[0].all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Copy.apply(gradients[0], ctx.group), None
+        return _Copy.apply(gradients[0], ctx.how), None
 
 
 class _Along(torch.autograd.Function):
     """One of the four exchanges along a dim, by its name."""
 
+    # Two arguments: torch looks at each one, at each call.
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd's functions take no keywords
-        ctx: Any, tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...], name: str
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, how: How) -> Tensor:
+        group, dim, sizes, name = how
         exchange, conjugate = _EXCHANGES[name]
-        ctx.arguments = (group, dim, sizes, conjugate)
+        ctx.how = (group, dim, sizes, conjugate)
         return exchange(tensor, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Along.apply(gradients[0], *ctx.arguments), None, None, None, None
+        return _Along.apply(gradients[0], ctx.how), None
 
 
 def _scatter(tensor: Tensor, group: Communicator, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -207,7 +209,7 @@ def _along(name: str, tensor: Tensor, group: Communicator, dim: int, sizes: Sequ
     if group.size == 1:
         return tensor
     dim, sizes = _check(tensor, group, dim, sizes, is_slice=is_slice)
-    return _make(name, _Along, tensor, group, dim, sizes, name)
+    return _make(_Along, tensor, (group, dim, sizes, name))
 
 
 def _check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -30,8 +31,7 @@ def ring_bytes(collective: str, tensor_bytes: int, num_ranks: int) -> float:
     >>> ring_bytes("all_reduce", 8, 4)
     12.0
     """
-    share = (num_ranks - 1) / num_ranks
-    return tensor_bytes * _RING_FACTOR[collective](share)
+    return tensor_bytes * _ring_factor(collective, num_ranks)
 
 
 _RING_FACTOR: dict[str, Callable[[float], float]] = {
@@ -46,6 +46,11 @@ _RING_FACTOR: dict[str, Callable[[float], float]] = {
     "to": lambda _: 1.0,  # a move between two devices of one process
     "barrier": lambda _: 0.0,
 }
+
+
+@functools.cache
+def _ring_factor(collective: str, num_ranks: int) -> float:
+    return _RING_FACTOR[collective]((num_ranks - 1) / num_ranks)
 
 
 _NOTHING: Final = contextlib.nullcontext()

@@ -101,6 +101,11 @@ class Board:
         start = rank * RECORD_BYTES + offset
         self._memory[start : start + len(packed)] = packed
 
+    def place_of_waiting(self, rank: int) -> tuple[mmap.mmap, slice]:
+        """Return the memory, and where in it a rank says what it waits in: it is written there at every collective."""
+        start = rank * RECORD_BYTES + _WAITING_AT
+        return self._memory, slice(start, start + _WAITING.size)
+
     def close(self) -> None:
         """Unmap the memory."""
         self._memory.close()
@@ -116,7 +121,8 @@ class Pulse:
         self._depth = 0
         self._entered = 0
         self._left = 0
-        self._since = 0.0
+        self._memory, self._waiting_at = board.place_of_waiting(rank)
+        self._names: dict[str, bytes] = {}
         self.progress(-1, "start")
 
     def progress(self, step: int, phase: str) -> None:
@@ -130,8 +136,9 @@ class Pulse:
             self._depth += 1
             self._entered += 1
             if self._depth == 1:
-                self._since = time.monotonic()
-                self._write_waiting(name)
+                written = self._names.get(name) or self._names.setdefault(name, name.encode()[:31])
+                packed = _WAITING.pack(time.monotonic(), self._entered, self._left, written)
+                self._memory[self._waiting_at] = packed
 
     def leave(self) -> None:
         """Record that a thread has stopped waiting."""
@@ -139,12 +146,7 @@ class Pulse:
             self._depth -= 1
             self._left += 1
             if self._depth == 0:
-                self._since = 0.0
-                self._write_waiting("")
-
-    def _write_waiting(self, name: str) -> None:
-        packed = _WAITING.pack(self._since, self._entered, self._left, name.encode()[:31])
-        self._board.write(self._rank, _WAITING_AT, packed)
+                self._memory[self._waiting_at] = _WAITING.pack(0.0, self._entered, self._left, b"")
 
     def memory(self, rss_bytes: int, limit_bytes: int, num_oom_kills: int) -> None:
         """Record the rank's memory and its limit."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,9 +32,14 @@ class GradientArrivals:
         self._switch = switch
         self._plan = plan
         self._fix = fix
-        self._hooks = [self._watch(name, parameter) for name, parameter in module.named_parameters() if _can(parameter)]
+        self._watched = [
+            (parameter, self._watch(name, parameter))
+            for name, parameter in module.named_parameters()
+            if _can(parameter)
+        ]
 
-    def _watch(self, name: str, parameter: nn.Parameter) -> Any:
+    def _watch(self, name: str, parameter: nn.Parameter) -> int:
+        """Add the hook of a parameter, and return its number among the parameter's."""
         switch = self._switch
 
         def hook(_: torch.Tensor) -> None:  # called for each parameter in each backward, so it is short
@@ -40,10 +47,10 @@ class GradientArrivals:
                 self._refuse(name)
 
         if parameter.requires_grad:
-            return parameter.register_hook(hook)
+            return parameter.register_hook(hook).id
         parameter.requires_grad_(True)  # torch registers hooks on trainable tensors only, and keeps them afterwards
         try:
-            return parameter.register_hook(hook)
+            return parameter.register_hook(hook).id
         finally:
             parameter.requires_grad_(False)
 
@@ -54,11 +61,46 @@ class GradientArrivals:
             fix=self._fix,
         )
 
+    def put_aside(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context of the engine's own work, whose backwards call no hook: one takes as long as a small operator.
+
+        Hooks of a parameter that has others, too, stay.
+        """
+        return _Aside(self._watched)
+
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for parameter, number in self._watched:
+            hooks = parameter._backward_hooks
+            if hooks is not None:
+                hooks.pop(number, None)
+        self._watched = []
+
+
+class _Aside:
+    """A context in which parameters have no hook of ours."""
+
+    __slots__ = ("_taken", "_watched")
+
+    def __init__(self, watched: Sequence[tuple[nn.Parameter, int]]) -> None:
+        self._watched = watched
+        self._taken: list[tuple[nn.Parameter, dict[int, Any]]] = []
+
+    def __enter__(self) -> None:
+        for parameter, number in self._watched:
+            hooks = parameter._backward_hooks
+            if hooks is not None and len(hooks) == 1 and number in hooks:
+                parameter._backward_hooks = None  # an empty table would be called, too
+                self._taken.append((parameter, hooks))
+
+    def __exit__(self, *_: object) -> None:
+        while self._taken:
+            parameter, hooks = self._taken.pop()
+            newer = parameter._backward_hooks  # of the user's code, meanwhile
+            if newer is None:
+                parameter._backward_hooks = hooks
+            else:
+                newer.update(hooks)
 
 
 def _can(parameter: nn.Parameter) -> bool:

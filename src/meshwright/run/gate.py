@@ -135,6 +135,10 @@ class OptimizerGate:
         if not self._is_in_step and (own := self.own) is not None:
             own.after_optimizer()
 
+    def expecting_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context of the engine's own backwards, in which gradients are not watched."""
+        return contextlib.nullcontext() if self._arrivals is None else self._arrivals.put_aside()
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Allow the optimizer to step inside the context."""

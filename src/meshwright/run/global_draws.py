@@ -168,9 +168,10 @@ class GlobalDraws:
         """The name of this rank's share of the batch."""
         return f"share {self._engine.group.group_rank}"
 
-    @contextlib.contextmanager
-    def forward(self, kind: str, first: int, num_samples: int, number: int = 0) -> Iterator[None]:
-        """Run one forward inside the context.
+    def forward(
+        self, kind: str, first: int, num_samples: int, number: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of one forward.
 
         Args:
             kind: As for `running`.
@@ -179,11 +180,12 @@ class GlobalDraws:
             number: Forwards of an own loop before it in this step [count].
         """
         if self.is_off:
-            yield
-            return
+            return contextlib.nullcontext()
+        forward = in_forward(ForwardDraws(first, num_samples))
+        if not self._draws_by_python:
+            return forward
         apart = f"/{self.share}/{first}" if self._python_apart else ""
-        with in_forward(ForwardDraws(first, num_samples)), self._python_draws(kind, number, apart):
-            yield
+        return _both(forward, self._python_draws(kind, number, apart))
 
     def _text_of(self, kind: str) -> str:
         place = {"trial": "", "step": f"/{self.step}", "evaluate": f"/{self.step}/{self.num_evaluations}"}[kind]
@@ -361,3 +363,11 @@ def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
 
 def _from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
     return {(name, number): SiteDims(*rest, kind=kind) for name, number, kind, *rest in rows}
+
+
+@contextlib.contextmanager
+def _both(
+    one: contextlib.AbstractContextManager[None], other: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    with one, other:
+        yield

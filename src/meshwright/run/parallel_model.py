@@ -166,7 +166,7 @@ class ParallelModel:
             look_for_step(self)
             switch.moment.steps += 1
             self._number_draws(evaluates=False)
-            with unlike_saves_told(self._plan.recompute):
+            with unlike_saves_told(self._plan.recompute), self.stepper.gate.expecting_gradients():
                 result = self.stepper.step(
                     batch,
                     wants_stop=self.world.stop_requested(),

@@ -262,15 +262,25 @@ def repeats_recognised() -> contextlib.AbstractContextManager[None]:
     return draws_intercepted(True) if _kept else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def in_forward(forward: ForwardDraws) -> Iterator[None]:
-    """Run one forward of the step inside the context."""
-    before = _running.forward
-    _running.forward = forward
-    try:
-        yield
-    finally:
-        _running.forward = before
+def in_forward(forward: ForwardDraws) -> contextlib.AbstractContextManager[None]:
+    """Return the context of one forward of the step."""
+    return _InForward(forward)
+
+
+class _InForward:
+    """A context with another forward; of no generator, since there is one for each micro-batch."""
+
+    __slots__ = ("_before", "_forward")
+
+    def __init__(self, forward: ForwardDraws) -> None:
+        self._forward = forward
+        self._before: ForwardDraws | None = None
+
+    def __enter__(self) -> None:
+        self._before, _running.forward = _running.forward, self._forward
+
+    def __exit__(self, *_: object) -> None:
+        _running.forward = self._before
 
 
 @contextlib.contextmanager

@@ -54,9 +54,11 @@ class StageMap:
             ApplyError: It would have to run on an earlier stage than one of its tensors.
         """
         stages = self.calls[unit]
-        stage, latest = stages[min(before, len(stages) - 1)], latest_of(homes)
+        stage, latest = stages[before] if before < len(stages) else stages[-1], latest_of(homes)
+        if latest is None or (latest <= stage and not self.flow.draws):
+            return stage  # as below, for most calls of most models
         place = _place_of(stage, latest, module, draws=self.flow.draws)
-        if latest is None or latest <= place:
+        if latest <= place:
             return place
         if latest in stages and not any(True for _ in module.buffers()):
             return latest  # it lies there for another of its calls; this batch makes others than the first one did
@@ -80,7 +82,11 @@ class StageMap:
 
 def latest_of(homes: Iterable[int | None]) -> int | None:
     """Return where what is computed of tensors with these homes takes place: on the latest; None where every stage has them."""
-    return max((home for home in homes if home is not None), default=None)
+    latest: int | None = None
+    for home in homes:  # asked at every call of a layer, and a generator takes three times as long
+        if home is not None and (latest is None or home > latest):
+            latest = home
+    return latest
 
 
 def _place_of(stage: int, latest: int | None, module: nn.Module, *, draws: bool) -> int:

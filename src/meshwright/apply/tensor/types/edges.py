@@ -62,21 +62,22 @@ def watched(state: TypingState) -> Iterator[None]:
             handle.remove()
 
 
-def _exchange(state: TypingState, name: str, function: Any, tensor: Tensor, group: Any, *rest: Any) -> Tensor:
+def _exchange(state: TypingState, function: Any, tensor: Tensor, how: functional.How) -> Tensor:
     """Run an exchange, and record its types."""
     if state.closed or state.is_over:
-        return function.apply(tensor, group, *rest)
+        return function.apply(tensor, how)
+    _, dim, _, name = how
     with without_function_modes():
-        result: Tensor = function.apply(tensor, group, *rest)
+        result: Tensor = function.apply(tensor, how)
         given = state.typed(tensor)
         taken, gives = _EXCHANGES[name]
         is_right = given.type.kind == taken or (taken == "partial" and given.type.is_zero)
-        if not is_right or (taken == "shard" and given.type.dim != rest[0]):
+        if not is_right or (taken == "shard" and given.type.dim != dim):
             where = given.where if given.where != NOWHERE else find_where()[0]
             text = f"gives a tensor that is {given.type}, and the exchange ({name}) takes what is {taken}"
             state.report.refuse(given.name, where, text)
             return result
-        kind = shard(rest[0]) if gives == "shard" else REPLICATED
+        kind = shard(dim) if gives == "shard" else REPLICATED
         full = tuple(result.shape) if gives == "replicated" else given.full
         made = Typed(result, kind, full, name, given.where)
         state.put(made)
