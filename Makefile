@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: run test test-grid test-torch cells check docs docs-check format clean
+.PHONY: run test test-cells test-grid test-torch cells check docs docs-check format clean
 
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}")'
@@ -20,14 +20,19 @@ run: $(STAMP)
 	$(BIN)/meshwright compare examples/gpt_python.toml --plans "single; data_parallel; model_parallel; distributed"
 
 # Ranks and workers import the same modules again and again: without their bytecode each compiles them anew.
-test test-grid: export PYTHONDONTWRITEBYTECODE =
+test test-cells test-grid: export PYTHONDONTWRITEBYTECODE =
 
 # Tests with ranks wait as well as compute, for deadlines, starts and each other: three workers, on two cores too. Each plan, setting
-# and number of ranks runs a second time over gloo, in the same session (tests/parity/over_gloo.py).
+# and number of ranks runs a second time over gloo, in the same session (tests/parity/over_gloo.py). `test` runs one cell of each
+# test, and of the tables each plan once; `test-cells` the other values of its parameters. .ci/run runs both (docs/adr/0033).
+CELLS := -n 3 -q --each-value --over-gloo
 RANKS := tests/parity tests/transport tests/transport_torch tests/faults tests/docs
 test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 -q
-	$(BIN)/python -m pytest $(RANKS) -n 3 -q --each-value --over-gloo
+	$(BIN)/python -m pytest $(RANKS) $(CELLS) --half first
+
+test-cells: $(STAMP)
+	$(BIN)/python -m pytest $(RANKS) $(CELLS) --half second
 
 # The campaign: every model under every plan with every setting, and all of it over gloo too. Hours; `-k` narrows it: make test-grid K=mlp
 K ?=
@@ -49,7 +54,7 @@ test-torch:
 	$(OTHER)/bin/python -m pytest tests/unit -n 2 -q
 	$(OTHER)/bin/python -m pytest $(RANKS) -n 3 -q --each-value
 
-# The committed table of the cells that `make test` runs.
+# The committed table of the cells of `make test` and `make test-cells`.
 cells: $(STAMP)
 	PYTHONPATH=examples $(BIN)/python -m tests.parity.cell_table > tests/parity/cells.md
 

@@ -21,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run so few cells a second time, over gloo, that each plan, setting and number of ranks is met, and each exchange",
     )
+    parser.addoption(
+        "--half",
+        choices=("first", "second"),
+        help="of the cells that the other options leave, run one of each test, or those that are left then",
+    )
 
 
 @pytest.hookimpl(trylast=True)  # of what -k has left
@@ -31,6 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(representatives.each_value(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    half = config.getoption("--half")
+    if half:
+        first = representatives.first_of(items, again)
+        config.hook.pytest_deselected(items=[item for item in items if (item in first) != (half == "first")])
+        items[:], again = ([item for item in some if (item in first) == (half == "first")] for some in (items, again))
     items += again
 
 

@@ -102,6 +102,46 @@ def each_value(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item in chosen]
 
 
+def first_of(items: list[pytest.Item], again: list[pytest.Item]) -> set[pytest.Item]:
+    """Return one item of each test, of the tables that take turns each plan once, and over gloo one item of each file.
+
+    Args:
+        items: The items that are to run.
+        again: Those over gloo.
+    """
+    chosen: set[pytest.Item] = set()
+    met: set[tuple[str, str]] = set()
+    times: Counter[str] = Counter()
+
+    def take(cells: list[pytest.Item], wanted: set[tuple[str, str]]) -> None:
+        best = max(
+            cells,
+            key=lambda cell: (
+                len(values(cell) & wanted),
+                not _model(cell).startswith((*SLOW, "hf_")),
+                -times[_model(cell)],
+            ),
+        )
+        chosen.add(best)
+        times[_model(best)] += 1
+        met.update(values(best))
+
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in again:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for cells in by_file.values():
+        take(cells, {value for cell in cells for value in values(cell)} - met)
+    met.clear()
+    for cells in _by_test(items).values():
+        if "setting" not in _parameters(cells[0]):
+            take(cells, {value for cell in cells for value in values(cell)} - met)
+            continue
+        plans = {value for cell in cells for value in values(cell) if value[0] in ("plan", "num_ranks")}
+        while plans - met:
+            take(cells, plans - met)
+    return chosen
+
+
 def _by_test(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:

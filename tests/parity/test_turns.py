@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pathlib
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from tests.cell_command import OVER_GLOO
 from tests.parity import cases, cell_table, representatives, test_pipeline, test_sharded, test_tensor
 from tests.parity.harness import Setting
 from tests.parity.turns import FORMS, take_turns
@@ -81,6 +83,23 @@ def test_each_value_leaves_no_test_and_no_value_out(request: pytest.FixtureReque
     chosen = representatives.each_value(items)
     assert met(chosen) == met(items)
     assert len(chosen) == len(set(chosen)) <= len(items)
+
+
+def test_the_first_half_has_each_test_each_plan_of_the_tables_and_each_file_over_gloo(
+    request: pytest.FixtureRequest,
+) -> None:
+    def plans(items: Iterable[pytest.Item]) -> set[tuple[str, str]]:
+        tables = [item for item in items if "setting" in getattr(getattr(item, "callspec", None), "params", {})]
+        return {value for item in tables for value in representatives.values(item) if value[0] == "plan"}
+
+    items = [item for item in request.session.items if not item.name.endswith(OVER_GLOO)]
+    again = representatives.choose(items)
+    first = representatives.first_of(items, again)
+    assert {_test(item) for item in first} == {_test(item) for item in items}
+    assert plans(first) == plans(items)
+    assert {item.nodeid.partition("::")[0] for item in first & set(again)} == {
+        item.nodeid.partition("::")[0] for item in again
+    }
 
 
 def test_files_about_exchanges_are_there() -> None:

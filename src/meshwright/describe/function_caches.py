@@ -71,17 +71,25 @@ class _Imported:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._found: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last: tuple[int, str | None] = 0, None
+        self._found: dict[int, weakref.ref[Any]] = {}
 
     def caches(self) -> list[Any]:
-        for name in sys.modules.keys() - self._names:
-            self._names.add(name)
-            module = sys.modules.get(name)
-            if name.partition(".")[0] not in _WITHOUT - {"__main__"} and isinstance(module, types.ModuleType):
-                own = list(vars(module).values())
-                own += [item for kind in own if isinstance(kind, type) for item in _of_class(kind, name)]
-                self._found.update(_among(own))
-        return list(self._found)
+        last = len(sys.modules), next(reversed(sys.modules), None)  # a new one comes last
+        if last != self._last:
+            self._last = last
+            for name in sys.modules.keys() - self._names:
+                self._names.add(name)
+                self._search(name)
+        return [cache for known in self._found.values() if (cache := known()) is not None]
+
+    def _search(self, name: str) -> None:
+        module = sys.modules.get(name)
+        if name.partition(".")[0] in _WITHOUT - {"__main__"} or not isinstance(module, types.ModuleType):
+            return
+        own = list(vars(module).values())
+        own += [item for kind in own if isinstance(kind, type) for item in _of_class(kind, name)]
+        self._found.update({id(cache): weakref.ref(cache) for cache in _among(own)})
 
 
 _imported = _Imported()
