@@ -69,7 +69,8 @@ class LooseGradients:
         ]
         # A sum of zeros and ones, exact in every floating dtype as long as there are fewer than 256 ranks.
         census = torch.tensor([*present, bool(self._taken)], dtype=full[0].dtype)
-        self.group.all_reduce_together([_real(tensor) for tensor in [*full, census]])
+        tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in full]
+        self.group.all_reduce_together([*tensors, census])
         *counts, num_takers = census.tolist()
         if num_takers:
             self.refuse_taken()
@@ -120,10 +121,6 @@ def raise_taken(names: Sequence[str], taken: set[int], group: Communicator, devi
             "summed it (an optimizer that runs inside backward does that, and would train each rank on its own share only)",
             fix="remove the hook and pass the optimizer to apply_plan",
         )
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _share(tensors: Sequence[torch.Tensor], index: int, count: int) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ __all__: list[str] = []
 _FEW = 2
 _NUMBERS = frozenset({int, float, bool, str})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OF_PLAIN = operator.itemgetter("training", *_HOOKS)
 _MAX_FORMS = 64
 """Forms of batches after which they are taken to vary freely [count]."""
 _MAX_CHANGES = 16
@@ -182,7 +184,7 @@ class ModelWatch:
 
     def _read(self) -> list[Any]:
         values = [own.get(name) for own, names in self._slots for name in names]
-        values += [own.get(name) for own in self._plain for name in ("training", *_HOOKS)]
+        values += [value for own in self._plain for value in _OF_PLAIN(own)]
         # Nearly all tables of hooks are empty: this runs in every step, and calls nothing for them.
         return [
             value if type(value) in _NUMBERS else _users_hooks(value) if type(value) is OrderedDict and value else None
@@ -212,7 +214,8 @@ def _is_due(num_changes: int) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
+    is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
+    return is_of_torch and all(name in vars(module) for name in ("training", *_HOOKS))
 
 
 # -- the trials -----------------------------------------------------------------------------------------------------------
