@@ -11,7 +11,7 @@ from meshwright.describe.ownership import Ownership
 from meshwright.describe.per_sample import Samples
 from meshwright.describe.recorder import ForwardRecorder, IssuedCalls, LayerCall, Step
 from meshwright.spec.layer import HostCalls, LayerBond, LayerSpec, SharedParameter
-from meshwright.spec.operator import OperatorSpec, Split
+from meshwright.spec.operator import CONVOLUTION, OperatorSpec, Split
 from meshwright.units import format_bytes
 
 __all__: list[str] = []
@@ -196,6 +196,7 @@ class LayerAssembly:
                 OperatorSpec(
                     kind="matmul" if step.weight_factor is not None else share.kind,
                     name=name,
+                    function=CONVOLUTION if step.function == CONVOLUTION else "",
                     rows=share.rows,
                     inner=share.inner,
                     columns=share.columns,

@@ -95,6 +95,7 @@ class IssuedCalls:
     views: int = 0
     differentiated_views: int = 0
     modules: int = 0
+    between: int = 0
 
 
 class ForwardRecorder(Constants):
@@ -276,6 +277,7 @@ class ForwardRecorder(Constants):
     def _count_issued(self, reads: Iterable[int], outputs: list[Tensor], *, is_view: bool) -> None:
         """Count a call of the host, and follow which memories have a gradient."""
         issued, has_gradient = self.issued[self._layer_now], not self._differentiated.isdisjoint(reads)
+        issued.between += not self._layer_stack
         has_gradient = has_gradient and any(tensor.is_floating_point() or tensor.is_complex() for tensor in outputs)
         if is_view:
             issued.views += 1

@@ -25,6 +25,7 @@ class HostCalls(Value):
         views: Calls that give a view [count].
         differentiated_views: Those of them that backward goes through [count].
         modules: Calls of modules [count].
+        between: Those of the operators and views that code between the layers issues, after this one [count].
 
     Raises:
         ConfigError: A number is negative.
@@ -37,6 +38,7 @@ class HostCalls(Value):
     views: int = 0
     differentiated_views: int = 0
     modules: int = 0
+    between: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()

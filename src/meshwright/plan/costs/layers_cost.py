@@ -29,6 +29,8 @@ class LayersCost:
     """The same of each kind."""
     num_params: Sums
     kept_bytes: Sums
+    issued_s: Sums
+    """Of forward: what the host issues, which threads of one process do in turns."""
 
 
 def kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware.efficiency import Efficiency
@@ -15,13 +16,28 @@ _IN_HALVES: Final = ("zb-h1", "zb-h2", "zbv")
 """Schedules that put gradients of weights off."""
 
 
-def walks_s(efficiency: Efficiency, placed: StagesOnRanks, num_layers: int, setup: Setup) -> list[float]:
-    """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
+def walks_s(
+    efficiency: Efficiency, placed: StagesOnRanks, issued_s: Sequence[float], num_between: int, setup: Setup
+) -> list[float]:
+    """Return what each rank's stages take beside their layers for a micro-batch [s].
+
+    Every stage follows the whole forward. Threads of one process have one interpreter, whose turns they wait for.
+
+    Args:
+        efficiency: The devices.
+        placed: Their stages.
+        issued_s: What the host issues for the layers' forward, as sums in their order [s].
+        num_between: Calls of the model's own code between its layers [count].
+        setup: Degrees, batch and numerics.
+    """
+    if setup.one_process and setup.dp > 1 and not efficiency.issues_ahead:
+        return [(setup.dp - 1) * issued_s[-1]] * setup.pp
+    num_layers = len(issued_s) - 1
     if setup.pp == 1 or setup.one_process or not efficiency.runtime:
         return [0.0] * setup.pp
     walks = [0.0] * setup.pp
     for rank, (first, last) in zip(placed.ranks, itertools.pairwise(placed.bounds), strict=True):
-        walks[rank] += efficiency.runtime_s("stage", num_layers)
+        walks[rank] += efficiency.runtime_s("stage", num_layers) + efficiency.runtime_s("between", num_between)
         walks[rank] += efficiency.runtime_s("half", last - first) if setup.schedule in _IN_HALVES else 0.0
     return walks
 

@@ -97,6 +97,7 @@ class StepCosts:
         weights = sum(1 for layer in model.layers for operator in layer.operators if operator.num_params)
         self._num_tensors = _TENSORS * max(weights, len(model.layers))
         self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
+        self._num_between = sum(layer.host.between for layer in model.layers if layer.host is not None)
         self._fresh = params_at_first_use(model)
         self._whole_shares: dict[float, float] = {}
         self._own_cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -138,6 +139,7 @@ class StepCosts:
             of_kinds_s=of_kinds,
             num_params=self._sums([times.num_params for times in kinds]),
             kept_bytes=self._sums([times.kept_bytes(recompute) for times in kinds]),
+            issued_s=self._sums([times.host_s(self.machine)[0] for times in kinds]),
         )
 
     def _accumulated_s(self, setup: Setup) -> float:
@@ -257,7 +259,7 @@ class StepCosts:
         layers = self._layers(seen, setup.recompute, kept, accumulated)
         num_stages = min(setup.num_stages, len(self._kind))
         placed = self._placed(self._bounds(layers.of_kinds_s, num_stages, setup), setup.pp, setup.schedule)
-        walks = walks_s(self.machine.efficiency, placed, len(self._kind), setup)
+        walks = walks_s(self.machine.efficiency, placed, layers.issued_s, self._num_between, setup)
         busy = [one + walk for one, walk in zip(placed.on_ranks(layers.totals_s), walks, strict=True)]
         params = placed.on_ranks(layers.num_params)
         for rank, repeated in enumerate(placed.repeated(self._shared)):
@@ -360,6 +362,7 @@ class StepCosts:
         parts = 1 if setup.schedule == "sequential" else setup.pp
         tensors = self._num_tensors / parts * efficiency.tensor_s
         tensors += efficiency.runtime_s("step", len(self._kind) / parts)
+        tensors += efficiency.runtime_s("tensor", 0) if setup.tp > 1 else 0.0
         return own * efficiency.optimizer_bytes / self.machine.memory_bytes_per_s + tensors + efficiency.step_s
 
     def _mfu(self, step_s: float, setup: Setup) -> float | None:
