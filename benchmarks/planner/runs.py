@@ -150,7 +150,7 @@ def main() -> None:
         result["chosen"] = duels(result["rows"])
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return
-    plans = [plan.strip() for plan in options.plans.split(";")] if options.plans else list(PLANS)
+    plans: list[str] = [plan.strip() for plan in options.plans.split(";")] if options.plans else list(PLANS)
     rows, chosen = _of_others(options.out, options.models, plans if options.plans else None)
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
