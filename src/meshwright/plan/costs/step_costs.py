@@ -226,9 +226,12 @@ class StepCosts:
 
     def memory_with(self, passes: PassesCost, setup: Setup) -> RankMemory:
         """Return the memory of one rank at the peak of a step whose passes are known."""
-        memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in passes.loads]
         shares_memory = setup.one_process and self.cluster.device.name == HOST_DEVICE
-        memory = together(memories, setup.dp) if shares_memory else fullest(memories)
+        if shares_memory:
+            memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in passes.loads]
+            memory = together(memories, setup.dp)
+        else:
+            memory = fullest(passes.loads, setup, bucket_bytes=_BUCKET_BYTES)
         efficiency = self.machine.efficiency
         gaps = (efficiency.held - 1) * memory.activations
         memory.buffers += efficiency.process_bytes + gaps
