@@ -2,7 +2,8 @@
 
     python -m benchmarks.planner.runs --out benchmarks/planner/results/runs.json
 
-`--models gpt_python` measures one model anew, and leaves what `--out` has of the others: each takes some two minutes.
+`--models gpt_python` measures one model anew, and leaves what `--out` has of the others: each takes some two minutes. `--plans
+"tp=2; dp=2"` does the same for plans.
 With `--machine FOLDER` what is measured of the machine is kept there, so that all models are predicted by the same numbers.
 
 "auto" is the plan that `train` would choose on two devices; the others are every kind. Machines are measured anew first, so that
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,15 +70,17 @@ def run_model(name: str, plans: list[str], steps: int) -> list[dict[str, Any]]:
                 "memory_ratio": row.memory_prediction_ratio,
                 "sent_ratio": row.sent_prediction_ratio,
                 "other_cores": trial.other_cores,
+                "pace": trial.pace,
+                "step_ratio_at_pace": (row.step_prediction_ratio or 0.0) * (trial.pace or 1.0) or None,
                 "is_baseline": trial.is_baseline,
             }
         rows.append(found)
     return rows
 
 
-def run_plans(name: str, steps: int) -> list[dict[str, Any]]:
-    """Return the rows of all plans; one that is refused before anything has started is left out, with its refusal."""
-    plans, refused = list(PLANS), []
+def run_plans(name: str, steps: int, plans: Sequence[str] = PLANS) -> list[dict[str, Any]]:
+    """Return the rows of plans; one that is refused before anything has started is left out, with its refusal."""
+    plans, refused = list(plans), []
     while True:
         try:
             return [*run_model(name, plans, steps), *refused]
@@ -95,7 +99,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return [abs(1 / row[key] - 1) for row in rows if row.get(key)]
 
     found: dict[str, Any] = {"runs": sum(row["error"] is None for row in rows)}
-    for key in ("step_ratio", "memory_ratio", "sent_ratio"):
+    for key in ("step_ratio", "step_ratio_at_pace", "memory_ratio", "sent_ratio"):
         numbers = errors(key)
         if numbers:
             found[key] = {
@@ -134,6 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--plans", help='plans with ";" between them, measured anew; the choice is left as it was')
     parser.add_argument("--duels-of", type=Path, help="what an earlier run wrote: only the choice is measured again")
     parser.add_argument("--keep", action="store_true", help="use what is kept of this machine")
     parser.add_argument(
@@ -145,19 +150,21 @@ def main() -> None:
         result["chosen"] = duels(result["rows"])
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return
-    rows, chosen = _of_other_models(options.out, options.models)
+    plans: list[str] = [plan.strip() for plan in options.plans.split(";")] if options.plans else list(PLANS)
+    rows, chosen = _of_others(options.out, options.models, plans if options.plans else None)
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         if not options.keep:
             _use_anew(options.machine or Path(folder))
         for name in options.models:
-            found = run_plans(name, options.steps)
+            found = run_plans(name, options.steps, plans)
             rows += found
             for row in found:
-                ratios = [row.get(key) for key in ("step_ratio", "memory_ratio", "sent_ratio")]
+                ratios = [row.get(key) for key in ("step_ratio", "step_ratio_at_pace", "memory_ratio", "sent_ratio")]
                 told = row["error"] or "  ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
                 print(f"{row['model']:15}{row['plan']:55}{told[:110]}", flush=True)
-        chosen |= duels([row for row in rows if row["model"] in options.models])
+        if not options.plans:
+            chosen |= duels([row for row in rows if row["model"] in options.models])
     result = {
         "chosen": chosen,
         "surroundings": surroundings(),
@@ -170,13 +177,17 @@ def main() -> None:
     print()
 
 
-def _of_other_models(path: Path, models: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return rows and choices that an earlier run wrote of other models."""
+def _of_others(path: Path, models: list[str], plans: list[str] | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return rows and choices that an earlier run wrote: of other models, and of other plans where some are named."""
     if not path.exists():
         return [], {}
     earlier = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row for row in earlier["rows"] if row["model"] not in models]
-    return rows, {name: found for name, found in earlier["chosen"].items() if name not in models}
+    is_anew = [
+        row["model"] in models and (plans is None or row["plan"] in plans or row.get("is_baseline"))
+        for row in earlier["rows"]
+    ]
+    rows = [row for row, anew in zip(earlier["rows"], is_anew, strict=True) if not anew]
+    return rows, {name: found for name, found in earlier["chosen"].items() if plans is not None or name not in models}
 
 
 def _use_anew(folder: Path) -> None:

@@ -5,18 +5,18 @@ Exit codes: see `errors.py`.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
-import re
 import sys
-import traceback
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from meshwright.cli_checkpoint import JsonOption, checkpoint
-from meshwright.errors import ConfigError, MeshwrightError, StorageError, exit_code_of
+from meshwright.cli_errors import run_command
+from meshwright.cli_plan import OptimizerWord, PrecisionWord, show_plans
+from meshwright.errors import StorageError
 from meshwright.texts import clean
 
 __all__: list[str] = []
@@ -140,11 +140,9 @@ def plan(
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     precision: Annotated[
-        Literal["fp32", "bf16"] | None, typer.Option(help="What products are computed in; bf16.", show_default=False)
+        PrecisionWord | None, typer.Option(help="What products are computed in; bf16.", show_default=False)
     ] = None,
-    optimizer: Annotated[
-        Literal["adamw", "adam", "momentum", "sgd"] | None, typer.Option(help="adamw.", show_default=False)
-    ] = None,
+    optimizer: Annotated[OptimizerWord | None, typer.Option(help="adamw.", show_default=False)] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     batch: Annotated[
         str | None, typer.Option(metavar="PACKAGE.MODULE:CALLABLE", help="What returns an example batch of the model.")
@@ -174,6 +172,16 @@ def plan(
     if cluster is None or global_batch is None:
         missing = "--cluster" if cluster is None else "--global-batch"
         raise typer.BadParameter(f"missing for '{model}': only a TOML file says it itself", param_hint=missing)
+    if ":" not in model and not strategies:
+        show_plans(
+            *(model, cluster, global_batch),
+            sequence=sequence,
+            precision=precision,
+            optimizer=optimizer,
+            top=top,
+            json_path=json_path,
+        )
+        return
     from meshwright.hardware import load_cluster
     from meshwright.plan.plan_table import list_plans, read_model
     from meshwright.spec import TrainSpec
@@ -303,36 +311,19 @@ def watch(
 app.add_typer(checkpoint)
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+def _asked_for(arguments: list[str]) -> typer.Typer:
+    """Return the commands with the one alone that is asked for by name: to build all others takes longer than many plans.
+
+    Where no command is named first, as in a request for help, all are there.
+    """
+    named = [one for one in app.registered_commands if one.callback and arguments[:1] == [one.callback.__name__]]
+    if not named:
+        return app
+    alone = copy.copy(app)
+    alone.registered_commands, alone.registered_groups = named, []
+    return alone
 
 
 def main() -> None:
-    """Run the command line and exit with its code: an error of ours is one message, without a traceback."""
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # a stream of another kind
-        # A name need not exist in the terminal's encoding.
-        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-    try:
-        for argument in sys.argv[1:]:
-            if match := _CONTROL.search(argument):
-                why = f"an argument has the control character {match[0]!r}: {argument!r}"
-                raise ConfigError(why, fix="leave it out")
-        app()
-    except MeshwrightError as error:
-        print(clean(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # Who reads the output has gone, as `head` does; the interpreter would flush once more, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(StorageError.exit_code)
-    except Exception as error:  # noqa: BLE001 - of the user's code
-        told = traceback.TracebackException.from_exception(error)
-        told.stack = traceback.StackSummary.from_list(
-            [frame for frame in told.stack if not _is_of_commands(frame.filename)]
-        )
-        print(clean("".join(told.format())), file=sys.stderr)
-        sys.exit(exit_code_of(error))
-
-
-def _is_of_commands(file: str) -> bool:
-    """Tell whether a file is of what reads command lines, which says nothing about an error of the user's code."""
-    return file == __file__ or not {"typer", "click"}.isdisjoint(Path(file).parts)
+    """Run the command line."""
+    run_command(_asked_for(sys.argv[1:]))

@@ -7,7 +7,6 @@ Each is an error with a reason here, in milliseconds, rather than a wait or anot
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
@@ -184,6 +183,8 @@ def parse_json(
     >>> parse_json('{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
     """
+    import json  # most commands read none
+
     depth = 0
     for found in _STRING_OR_BRACKET.finditer(text):
         depth += (found[0] in "[{") - (found[0] in "]}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import json
 import math
 import types
 import typing
@@ -144,6 +143,8 @@ class Value:
         Args:
             indent: Spaces for each level, or None for one line.
         """
+        import json  # as in `hash`: most commands write none
+
         head = {"format": f"meshwright.{self.FORMAT}", "version": self.VERSION}
         return json.dumps(head | self.to_dict(), indent=indent, allow_nan=False)
 
@@ -175,6 +176,7 @@ class Value:
     def hash(self) -> str:
         """The sha256 of what differs from the defaults, in hex: the same in every process and release."""
         import hashlib  # its libraries take ten milliseconds to load, and most commands hash nothing
+        import json
 
         differing: dict[str, Any] = {}
         for field in _fields(type(self)):

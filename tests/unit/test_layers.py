@@ -62,13 +62,15 @@ for part in ORDER[ORDER.index("host") : ORDER.index("train")]:
     MAY_IMPORT[part] -= PLANNING
 MAY_IMPORT["testing"] = frozenset(ORDER[: ORDER.index("train")]) - PLANNING
 MAY_IMPORT["integrations"] = MAY_IMPORT["measure"] - {"measure"}
-MAY_IMPORT["cli_checkpoint"] = MAY_IMPORT["__init__"] = frozenset(ORDER)
-MAY_IMPORT["cli"] = frozenset({*ORDER, "cli_checkpoint"})
-MAY_IMPORT["__main__"] = frozenset({"cli"})
+CLI_PARTS = ("cli_checkpoint", "cli_plan", "cli_errors")
+for part in (*CLI_PARTS, "__init__"):
+    MAY_IMPORT[part] = frozenset(ORDER)
+MAY_IMPORT["cli"] = frozenset({*ORDER, *CLI_PARTS})
+MAY_IMPORT["__main__"] = frozenset({"cli", "cli_plan", "cli_errors"})
 
-TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli", "cli_checkpoint"}
+TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli", *CLI_PARTS}
 
-MAY_PRINT = {"cli.py", "train/progress.py"}
+MAY_PRINT = {"cli.py", "cli_plan.py", "cli_errors.py", "train/progress.py"}
 MAY_USE_PRIVATE_TORCH = {"_torch_private.py", "_torch_dispatch.py"}
 MAY_READ_ERRORS = {
     "_torch_texts.py"
@@ -120,7 +122,7 @@ def torch_where_it_is_free(source: str, path: str) -> list[str]:
         return []
     tree = parsed(source)
     lazy: set[int] = set()
-    if part in ("cli", "cli_checkpoint", "__main__"):
+    if part in ("cli", *CLI_PARTS, "__main__"):
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         lazy = {id(inner) for node in ast.walk(tree) if isinstance(node, functions) for inner in ast.walk(node)}
     if part == "__init__":

@@ -109,6 +109,9 @@ class Comparison(Value):
         return [*_LEGEND, *(f"note: {note}" for note in self.notes)]
 
 
+_SAME_PACE = 0.15
+"""By how much a machine's pace may differ before it is said [ratio]."""
+
 _LEGEND = (
     "step: median of the slowest rank's wall time, reading of data left out; quartiles: the middle half of the steps.",
     "x single: against single on all cores of this comparison. S: against single on what one device of the plan has",
@@ -141,6 +144,19 @@ def make_comparison(
     rows = tuple(_make_row(trial, trials, baseline, cores) for trial in trials)
     conclusion = draw_conclusion(rows, baseline, cores, machine_cores)
     return Comparison(rows=rows, cores=cores, conclusion=conclusion, **fields)
+
+
+def pace_notes(trials: Sequence[Trial]) -> list[str]:
+    """Return what a reader is to know of a machine that was slower or faster than when it was measured."""
+    paces = [trial.pace for trial in trials if trial.pace is not None and trial.prediction is not None]
+    if not paces or all(abs(pace - 1) <= _SAME_PACE for pace in paces):
+        return []
+    low, high = min(paces), max(paces)
+    span = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+    return [
+        f"this machine computed at {span} times the pace of when it was measured, by a fixed piece of work beside each run: "
+        "predicted steps are those of that day"
+    ]
 
 
 def _make_row(trial: Trial, trials: Sequence[Trial], baseline: str, cores: int) -> ComparisonRow:

@@ -33,6 +33,8 @@ class Trial(Value):
         formula_bytes: Expected bytes of one rank in a step [bytes]; None for a plan without a formula.
         peak_memory_bytes: By rank, or by device where one process has several [bytes].
         other_cores: Cores that other work kept busy during the measured steps [count]; None: not known.
+        turn_s: What a fixed piece of the interpreter's work took meanwhile, mean of the ranks; 0: not known [s].
+        measured_turn_s: The same when the machine was measured, for the prediction; 0: not known [s].
         prediction: What a step should cost, from before the run; None where nothing was predicted.
         error: Why there are no samples.
         is_baseline: Whether the run was added as a baseline, without a request.
@@ -59,6 +61,8 @@ class Trial(Value):
     formula_bytes: float | None = None
     peak_memory_bytes: tuple[int, ...] = ()
     other_cores: float | None = None
+    turn_s: float = 0.0
+    measured_turn_s: float = 0.0
     prediction: Prediction | None = None
     error: str | None = None
     is_baseline: bool = False
@@ -77,6 +81,11 @@ class Trial(Value):
             problems.require(length == steps, f"{name} has {length} entries for {steps} steps")
         problems.require(len(self.wait_seconds) in (0, steps), f"wait_seconds has {len(self.wait_seconds)} entries")
         problems.check()
+
+    @property
+    def pace(self) -> float | None:
+        """The speed of the interpreter over that when the machine was measured [ratio]; None where one is not known."""
+        return self.measured_turn_s / self.turn_s if self.turn_s and self.measured_turn_s else None
 
     @property
     def is_on_cpu(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.compare.comparison import Comparison, make_comparison
+from meshwright.compare.comparison import Comparison, make_comparison, pace_notes
 from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError, MeshwrightError, StoppedOnRequest
 from meshwright.host import processor_name, usable_cores
@@ -23,7 +23,6 @@ from meshwright.ranks.capacity import check_devices
 from meshwright.ranks.environment import read_place
 from meshwright.ranks.launch import launch
 from meshwright.spec.plan import Plan
-from meshwright.spec.prediction import Prediction
 from meshwright.texts import clean
 from meshwright.train.config.checks import check_config, resolve_plan
 from meshwright.train.config.deepspeed import require_same_training, show_rows
@@ -32,7 +31,7 @@ from meshwright.train.config.types import TrainConfig
 from meshwright.train.failures import one_line
 from meshwright.train.launcher import environment
 from meshwright.train.planning.choosing import choose
-from meshwright.train.planning.predictor import Predictor
+from meshwright.train.planning.predictor import Foreseen, Predictor
 from meshwright.train.planning.this_machine import is_switched_off
 from meshwright.train.progress import ProgressView
 
@@ -189,6 +188,7 @@ class Runs:
             self._notes.append(
                 "the plans ran on different kinds of device; each is compared with single on its own kind"
             )
+        self._notes += pace_notes(trials)
         comparison = make_comparison(
             trials,
             baseline=baseline,
@@ -224,14 +224,14 @@ class Runs:
             self._notes += [line for line in lines if line not in self._notes]
         return made, made.plan
 
-    def _foresee(self, job: _Job) -> Prediction | None:
+    def _foresee(self, job: _Job) -> Foreseen:
         """Return what a job's steps should cost; why that is not known is a note."""
         if not self._predicts:
-            return None
+            return Foreseen(None)
         foreseen = self._predictor.predict(job.plan, job.threads)
         if foreseen.why_not:
             self._notes.append(f"nothing is predicted for '{job.plan}': {foreseen.why_not}")
-        return foreseen.prediction
+        return foreseen
 
     def _job(
         self, name: str, config: TrainConfig, plan: Plan, threads: int | None = None, *, is_baseline: bool = False
@@ -254,7 +254,7 @@ class Runs:
         return sorted(wanted - there, reverse=True)
 
     def _run(self, job: _Job) -> Trial:
-        plan = job.plan
+        plan, foreseen = job.plan, self._foresee(job)
         known: dict[str, Any] = {
             "name": job.name,
             "plan": str(plan),
@@ -263,7 +263,8 @@ class Runs:
             "num_ranks": plan.num_ranks,
             "threads": job.threads,
             "is_baseline": job.is_baseline,
-            "prediction": self._foresee(job),
+            "prediction": foreseen.prediction,
+            "measured_turn_s": foreseen.turn_s,
         }
         if self._view is not None:
             self._view.note(f"{job.name}: '{plan}', {WARM_UP_STEPS} + {self._steps} steps")
@@ -313,6 +314,7 @@ def _merge(ranks: Sequence[RankSamples]) -> dict[str, Any]:
         else [],
         "formula_bytes": statistics.fmean(formulas) if len(formulas) == len(ranks) else None,
         "other_cores": _other_cores(ranks),
+        "turn_s": statistics.fmean(rank.turn_s for rank in ranks),
         "peak_memory_bytes": [peak for rank in ranks for peak in rank.peak_memory_bytes],
     }
 

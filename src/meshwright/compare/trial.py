@@ -14,6 +14,7 @@ import torch
 
 from meshwright.apply.forecast import Forecast, SeenStep
 from meshwright.errors import ConfigError, StoppedOnRequest
+from meshwright.measure.host_pace import turn_s
 from meshwright.ranks.join import join_world
 from meshwright.run.assembly import choose_devices
 from meshwright.run.parallel_model import ParallelModel
@@ -51,6 +52,8 @@ class RankSamples:
     """Wall time of the measured steps, reading of data included [s]."""
     own_busy_s: float = 0.0
     """Processor time of this rank and its data workers meanwhile [s]."""
+    turn_s: float = 0.0
+    """What a fixed piece of the interpreter's work took before and after the measured steps, in the mean [s]."""
     machine_busy_s: float = 0.0
     """Processor time of the whole machine meanwhile, time stolen from a virtual one included [s]."""
 
@@ -131,6 +134,7 @@ def _take_steps(
             first_batch = batch if number == 0 else first_batch
             schedule.set_step(number)
             if number == counts[0]:
+                samples.turn_s = turn_s()
                 own, machine, measured_from = _own_busy_s(), _machine_busy_s(), time.perf_counter()
             sent, waited = model.ledger.sent_bytes, model.ledger.wait_s
             start = time.perf_counter()
@@ -153,6 +157,7 @@ def _take_steps(
         samples.elapsed_s = time.perf_counter() - measured_from
         samples.own_busy_s = _own_busy_s() - own
         samples.machine_busy_s = _machine_busy_s() - machine
+        samples.turn_s = (samples.turn_s + turn_s()) / 2
     return first_batch
 
 

@@ -9,9 +9,9 @@ from typing import Final
 from meshwright.describe.flow import ProductFlow, core_steps
 from meshwright.describe.ownership import Ownership
 from meshwright.describe.per_sample import Samples
-from meshwright.describe.recorder import ForwardRecorder, LayerCall, Step
-from meshwright.spec.layer import LayerBond, LayerSpec, SharedParameter
-from meshwright.spec.operator import OperatorSpec, Split
+from meshwright.describe.recorder import ForwardRecorder, IssuedCalls, LayerCall, Step
+from meshwright.spec.layer import HostCalls, LayerBond, LayerSpec, SharedParameter
+from meshwright.spec.operator import CONVOLUTION, OperatorSpec, Split
 from meshwright.units import format_bytes
 
 __all__: list[str] = []
@@ -152,7 +152,16 @@ class LayerAssembly:
             output_elements=round(self._samples.of_bytes(call.output_sizes)) if self._is_cast else 0,
             activation_bytes=round(saved),
             operators=tuple(_counted_together(operators)),
+            host=self._host_calls(name),
         )
+
+    def _host_calls(self, layer: str) -> HostCalls:
+        """Return what the host issues for a layer; what comes before all layers is issued for the first one."""
+        issued = [self._recorder.issued[layer]]
+        if layer and layer == self._order[0]:
+            issued.append(self._recorder.issued[""])
+        names = [field.name for field in dataclasses.fields(IssuedCalls)]
+        return HostCalls(**{name: sum(getattr(one, name) for one in issued) for name in names})
 
     def _flops(self, step: Step) -> float:
         shares = [self._samples.of_product(each, weight_factor=step.weight_factor) for each in step.products]
@@ -187,6 +196,7 @@ class LayerAssembly:
                 OperatorSpec(
                     kind="matmul" if step.weight_factor is not None else share.kind,
                     name=name,
+                    function=CONVOLUTION if step.function == CONVOLUTION else "",
                     rows=share.rows,
                     inner=share.inner,
                     columns=share.columns,

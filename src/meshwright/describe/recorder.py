@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any, Final
 
@@ -85,6 +86,18 @@ class LayerCall:
     num_calls: int = 0
 
 
+@dataclasses.dataclass(slots=True)
+class IssuedCalls:
+    """What a layer has the host issue: calls by kind, as `HostCalls` has them."""
+
+    operators: int = 0
+    differentiated: int = 0
+    views: int = 0
+    differentiated_views: int = 0
+    modules: int = 0
+    between: int = 0
+
+
 class ForwardRecorder(Constants):
     """Records a forward that runs inside this context. Use it once.
 
@@ -100,6 +113,8 @@ class ForwardRecorder(Constants):
         self.steps: list[Step] = []
         self.calls: dict[str, LayerCall] = {}
         """By layer, in the order of the first calls."""
+        self.issued: defaultdict[str, IssuedCalls] = defaultdict(IssuedCalls)
+        """By layer; "" before the first one."""
         self.names: dict[int, str] = {}
         """Memory of a parameter -> its first name."""
         self.outputs: frozenset[int] = frozenset()
@@ -115,6 +130,7 @@ class ForwardRecorder(Constants):
         self._layer_stack: list[str] = []
         self._last_layer = ""
         self._producers: dict[int, int] = {}
+        self._differentiated: set[int] = set()  # memories with a gradient
         self._made_of: dict[int, frozenset[str]] = {}  # memories that are made of parameters alone
         self._kept: set[int] = set()
         self._held: list[Any] = []  # a memory's id identifies it only while it lives
@@ -125,6 +141,8 @@ class ForwardRecorder(Constants):
             self.names[storage_id(parameter)] = name
             self._made_of[storage_id(parameter)] = frozenset([name])
             self._kept.add(storage_id(parameter))
+            if parameter.requires_grad:
+                self._differentiated.add(storage_id(parameter))
         self._kept.update(storage_id(buffer) for buffer in module.buffers())
         for name, child in module.named_modules():
             self._watch(name, child)
@@ -155,6 +173,7 @@ class ForwardRecorder(Constants):
         def enter(*_: Any) -> None:
             self._stack.append(name)
             self.where = name
+            self.issued[name if is_layer else self._layer_now].modules += 1
             if is_layer:
                 self._layer_stack.append(name)
                 self.calls.setdefault(name, LayerCall()).num_calls += 1
@@ -198,6 +217,7 @@ class ForwardRecorder(Constants):
         reads = {storage_id(tensor): tensor for tensor in inputs}
         writes = {storage_id(tensor): tensor for tensor in outputs}
         is_written = func._schema.is_mutable
+        self._count_issued(reads, outputs, is_view=not is_written and writes.keys() <= reads.keys())
         if not is_written and writes.keys() <= reads.keys():
             return  # a view
         made_of = [self._made_of.get(memory, frozenset[str]()) for memory in reads]
@@ -223,7 +243,7 @@ class ForwardRecorder(Constants):
         factor, weight = self._weight_of(products)
         step = Step(
             function=func.__name__.partition(".")[0],
-            layer=self._layer_stack[-1] if self._layer_stack else self._last_layer,
+            layer=self._layer_now,
             module=self.where,
             products=tuple(dataclasses.replace(product, factors=()) for product in products),
             is_lookup=func in EMBEDDINGS and bool(weights),
@@ -248,6 +268,25 @@ class ForwardRecorder(Constants):
         self._copies.update((memory, 0) for memory in reads if memory in self._copies)
         self._place_kept(step)
         self.steps.append(step)
+
+    @property
+    def _layer_now(self) -> str:
+        """The layer that is running, or the one before."""
+        return self._layer_stack[-1] if self._layer_stack else self._last_layer
+
+    def _count_issued(self, reads: Iterable[int], outputs: list[Tensor], *, is_view: bool) -> None:
+        """Count a call of the host, and follow which memories have a gradient."""
+        issued, has_gradient = self.issued[self._layer_now], not self._differentiated.isdisjoint(reads)
+        issued.between += not self._layer_stack
+        has_gradient = has_gradient and any(tensor.is_floating_point() or tensor.is_complex() for tensor in outputs)
+        if is_view:
+            issued.views += 1
+            issued.differentiated_views += has_gradient
+            return
+        issued.operators += 1
+        issued.differentiated += has_gradient
+        memories = map(storage_id, outputs)
+        (self._differentiated.update if has_gradient else self._differentiated.difference_update)(memories)
 
     def _weight_of(self, products: tuple[Sizes, ...]) -> tuple[int | None, str]:
         """Return which factor of a product is made of parameters alone, and of which one."""

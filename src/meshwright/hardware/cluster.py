@@ -121,6 +121,7 @@ class ClusterSpec(Value):
         efficiency: Shares of the device's peaks that were measured here; None means those of the table of known devices.
         made_of: The kinds of hosts, where there are several; the other numbers are then the smallest of all of them.
         taken_by_others: Of the cores that measured this cluster, what other programs took meanwhile [share].
+        turn_s: What a fixed piece of the interpreter's work took on a rank, on all ranks at once; 0: not known [s].
         copied_bytes_per_s: What one process of this host copied of its memory before the measurement; 0: not known [bytes/s].
 
     Raises:
@@ -139,6 +140,7 @@ class ClusterSpec(Value):
     made_of: tuple[str, ...] = ()
     taken_by_others: float = 0.0
     copied_bytes_per_s: float = 0.0
+    turn_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -157,6 +159,7 @@ class ClusterSpec(Value):
         problems.require(
             self.copied_bytes_per_s >= 0, f"copied_bytes_per_s={self.copied_bytes_per_s} (rule: it is not negative)"
         )
+        problems.require(self.turn_s >= 0, f"turn_s={self.turn_s} (rule: it is not negative)")
         problems.require(
             self.num_hosts <= 1 or self.network is not None,
             f"{self.num_hosts} hosts and no network (rule: several hosts need one)",

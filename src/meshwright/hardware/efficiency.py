@@ -38,11 +38,14 @@ class Efficiency(Value):
         elementwise_passes: Traffic of rotary embeddings, gates and RMS norms as PyTorch runs them, over that of one fused pass
             [ratio].
         kernel_s: The shortest kernel [s].
-        operator_s: Host time of one operator's forward, and of its backward [s].
+        operator_s: Host time of one operator's forward, and of its backward, with the views around it [s].
+        host: Kind of call that the host issues -> its time in forward and in backward [s]: "operator", "view", "module". Layers
+            whose calls were counted take it; without it, and for others, `operator_s` says it.
         collective_host_s: Host time of one collective in a layer [s].
         link: Share of the link's bandwidth that a collective inside a host reaches; 0 to 1.
         network: The same between hosts, with one network port.
         rails: What each further port of a host adds, as a share of the first; 0 to 1.
+        skew: What ranks that exchange in each layer wait for each other, over what they compute between two exchanges [ratio].
         link_latency_s: Fixed time of a collective inside a host [s].
         network_latency_s: The same between hosts, and of a message to a neighbour [s].
         hop_s: Time that each further step of a ring or tree adds [s].
@@ -57,6 +60,8 @@ class Efficiency(Value):
         issues_ahead: Whether kernels run while the host issues the next ones; on a CPU the same core does both.
         product_curve: (FLOPs of one product, share of the rate of large ones), in ascending order; empty where tiles and waves
             say it.
+        convolution: (FLOPs of one convolution, seconds of its forward, of its backward), in ascending order; empty where it is a
+            product like any other.
         traffic_curve: (bytes that one elementwise kernel moves, share of the memory's bandwidth), in ascending order; empty means
             the same share for all.
         far_traffic: (bytes that a pass keeps, what each byte that elementwise kernels move takes longer then [s]), in ascending
@@ -71,7 +76,8 @@ class Efficiency(Value):
         runtime: What this project's own steps add where the host does not run ahead, as (in any case, for each of many) [s]:
             "step" and its layers; "zero", which exchanges each parameter, and its tensors; "recompute" of a micro-batch and its
             layers; "stage" of a pipeline, for a micro-batch and all layers of the model; "half", gradients of weights that a
-            stage puts off, and its own layers.
+            stage puts off, and its own layers; "between", calls of the model's own code there;
+            "tensor" parallelism of a step, and its exchanges.
         exchanges: Kind of exchange inside a host -> rows of (ranks, bytes, seconds), ascending; where a kind is not there, the
             link's latency and bandwidth say it.
         process_bytes: Memory of a process before it has a model: Python, torch, the transport; 0 where devices have memory of
@@ -105,11 +111,13 @@ class Efficiency(Value):
     overlap: float
     optimizer_bytes: float
     step_s: float
+    skew: float = 0.0
     score_forward_s: float = 0.0
     score_backward_s: float = 0.0
     tensor_s: float = 0.0
     issues_ahead: bool = True
     product_curve: tuple[tuple[float, ...], ...] = ()
+    convolution: tuple[tuple[float, ...], ...] = ()
     traffic_curve: tuple[tuple[float, ...], ...] = ()
     far_traffic: tuple[tuple[float, ...], ...] = ()
     far_product: tuple[tuple[float, ...], ...] = ()
@@ -119,6 +127,7 @@ class Efficiency(Value):
     recurrence_backward: float = 1.0
     held: float = 1.0
     runtime: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
+    host: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=FrozenMap[tuple[float, ...]])
     exchanges: Mapping[str, tuple[tuple[float, ...], ...]] = dataclasses.field(
         default_factory=FrozenMap[tuple[tuple[float, ...], ...]]
     )
@@ -145,10 +154,16 @@ class Efficiency(Value):
             problems.require(ascending, f"{name}: sizes {[size for size, _ in curve]} (rule: they ascend)")
             in_range = all(size > 0 and number >= least for size, number in curve)
             problems.require(in_range, f"{name}={list(curve)} (rule: {rule})")
-        for kind, numbers in self.runtime.items():
-            problems.require(kind in _RUNTIME, f"runtime['{kind}'] (rule: one of {', '.join(_RUNTIME)})")
-            is_pair = len(numbers) == 2 and all(number >= 0 for number in numbers)
-            problems.require(is_pair, f"runtime['{kind}']={list(numbers)} (rule: two numbers, not negative)")
+        is_rows = all(len(row) == 3 and min(row) > 0 for row in self.convolution)
+        is_rows = is_rows and all(one[0] < other[0] for one, other in itertools.pairwise(self.convolution))
+        problems.require(
+            is_rows, f"convolution={list(self.convolution)} (rule: FLOPs and two times, positive, ascending)"
+        )
+        for field, kinds in (("runtime", _RUNTIME), ("host", _HOST)):
+            for kind, numbers in getattr(self, field).items():
+                problems.require(kind in kinds, f"{field}['{kind}'] (rule: one of {', '.join(kinds)})")
+                is_pair = len(numbers) == 2 and all(number >= 0 for number in numbers)
+                problems.require(is_pair, f"{field}['{kind}']={list(numbers)} (rule: two numbers, not negative)")
         for kind, rows in self.exchanges.items():
             for text in problems_of(kind, rows):
                 problems.add(text)
@@ -162,8 +177,13 @@ class Efficiency(Value):
         fixed, each = self.runtime.get(kind, (0.0, 0.0))
         return fixed + each * count
 
+    def runtime_each_s(self, kind: str) -> float:
+        """Return what one kind of work adds for each layer, tensor or exchange [s]."""
+        return self.runtime.get(kind, (0.0, 0.0))[1]
 
-_RUNTIME = ("step", "zero", "recompute", "stage", "half")
+
+_HOST = ("operator", "view", "module")
+_RUNTIME = ("step", "zero", "recompute", "stage", "half", "between", "tensor")
 
 _POSITIVE, _NO_LESS = "sizes and shares are positive", "sizes are positive, times are not negative"
 _CURVES = (
@@ -178,7 +198,7 @@ _NOT_NEGATIVE = (
     "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",
     "network_latency_s", "hop_s", "tp_overlap", "interference", "overlap", "optimizer_bytes", "step_s",
     "score_forward_s", "score_backward_s", "tensor_s", "recurrence_forward", "recurrence_backward", "held",
-    "process_bytes", "run_s",
+    "process_bytes", "run_s", "skew",
 )  # fmt: skip
 
 
@@ -196,6 +216,18 @@ def curve_at(size: float, curve: Sequence[Sequence[float]]) -> float:
         return curve[min(index, len(curve) - 1)][1]
     (low, below), (high, above) = curve[index - 1], curve[index]
     return below + (above - below) * math.log(size / low) / math.log(high / low)
+
+
+def time_of_work(work: float, rows: Sequence[Sequence[float]], column: int) -> float:
+    """Return a time by the size of the work [s]: straight between rows over logarithms, and beyond the largest in proportion."""
+    index = bisect.bisect_left(rows, work, key=lambda row: row[0])
+    if index == 0:
+        return rows[0][column]
+    if index == len(rows):
+        return rows[-1][column] * work / rows[-1][0]
+    low, high = rows[index - 1], rows[index]
+    share = math.log(work / low[0]) / math.log(high[0] / low[0])
+    return low[column] * (high[column] / low[column]) ** share
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -141,6 +140,8 @@ def _read_cluster(path: Path) -> ClusterSpec:
         raise ConfigError(
             f"cluster: the file '{path}' cannot be read: {error}", fix="write a short name as in '8xh100-sxm'"
         ) from error
+    import json
+
     if not text.lstrip().startswith("["):
         return ClusterSpec.from_json(text)
     try:

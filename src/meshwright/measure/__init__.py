@@ -16,6 +16,7 @@ probe_ranks      its measurements, on ranks
 probe_exchanges  collectives and messages, by size and number of ranks
 probe_far        kernels in more memory than the caches hold
 probe_functions  elementwise functions that it times
+probe_host       calls on next to nothing: operators, views, modules
 probe_runtime    what plans add to a model's operators
 host_pace        pace of this host, beside when it was measured
 probe_cores      how much of the cores other programs took meanwhile

@@ -20,6 +20,12 @@ _BLOCK_BYTES: Final = 32 * 2**20
 _COPIES: Final = 15
 """Copies of which the fastest counts: programs that take this core for a moment do not count [count]."""
 
+_TURN: Final = 20_000
+"""Additions of the fixed piece of work [count]."""
+
+_TURNS: Final = 5
+"""Pieces of which the fastest counts [count]."""
+
 _MOST_APART: Final = 1.5
 """Ratio of the two rates, either way, from which on what was measured holds no longer; a quiet host's differ by up to 1.4."""
 
@@ -33,6 +39,17 @@ def copy_rate() -> float:
         target[:] = source
         best = min(best, time.perf_counter() - start)
     return _BLOCK_BYTES / best
+
+
+def turn_s() -> float:
+    """Return what a fixed piece of the interpreter's work takes now, in this process; some 10 ms in all [s]."""
+    best = float("inf")
+    for _ in range(_TURNS):
+        start, total = time.perf_counter(), 0
+        for number in range(_TURN):
+            total += number
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 @functools.cache

@@ -125,12 +125,13 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
         ]
         for name in ("forward", "backward")
     }
-    link = _link_of(ranks, source) if count > 1 else None
+    link, runtime = _link_of(ranks, source) if count > 1 else None, _runtime_of(ranks)
     cluster = ClusterSpec(
         name=f"this-host-{count}x{facts['name']}",
         device=device,
         devices_per_host=count,
         link=link,
+        turn_s=statistics.median(rank["turn_s"] for rank in ranks),
         taken_by_others=share_of_others([CoreUse(**rank["cores"]) for rank in ranks]),
         efficiency=Efficiency(
             num_units=facts["num_units"],
@@ -146,6 +147,7 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             product_curve=_curve(
                 "product_of_", ranks, peaks["fp32"], (2.0 * math.prod(sizes.product),) if is_cpu else ()
             ),
+            convolution=tuple(sorted(_pairs_of(ranks, "convolution_of_").values())),
             traffic_curve=_curve("traffic_of_", ranks, median("memory")),
             run_s=median("run") if is_cpu else 0.0,
             far_traffic=_far("far_traffic_", ranks),
@@ -156,7 +158,8 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             process_bytes=max(rank["process_bytes"][0] for rank in ranks),
             kernel_s=0.0 if is_cpu else 5e-6,
             operator_s=(median("operator") + median("operator_backward")) / 2,
-            collective_host_s=link.latency_s or 0.0 if link else 0.0,
+            # Where it was measured, the runtime's own time by exchange has it.
+            collective_host_s=link.latency_s or 0.0 if link and "tensor" not in runtime else 0.0,
             link=1.0,
             network=1.0,
             rails=1.0,
@@ -170,7 +173,9 @@ def _cluster_of(ranks: list[dict[str, Any]]) -> ClusterSpec:
             optimizer_bytes=median("optimizer") * median("memory"),
             step_s=median("step"),
             tensor_s=median("tensor"),
-            runtime=_runtime_of(ranks),
+            skew=median("skew") if is_cpu and count > 1 else 0.0,
+            runtime=runtime,
+            host=_pairs_of(ranks, "host_") if is_cpu else {},
             exchanges=_exchanges_of(ranks),
         ),
     )
@@ -199,9 +204,21 @@ def _with_functions(cluster: ClusterSpec, ranks: list[dict[str, Any]]) -> Cluste
 
 
 def _runtime_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
-    names = [name for name in ranks[0] if name.startswith("runtime_")]
+    """Return what the runtime adds; of tensor parallelism's exchanges, what they take beside themselves."""
+    found = _pairs_of(ranks, "runtime_")
+    if "tensor" in found:
+        names = [exchange_name(kind, len(ranks), min(COLLECTIVE_BYTES)) for kind in ("all_gather", "reduce_scatter")]
+        own = statistics.fmean(statistics.median(rank[name][0] for rank in ranks) for name in names)
+        fixed, each = found["tensor"]
+        found["tensor"] = (fixed, max(0.0, each - own))
+    return found
+
+
+def _pairs_of(ranks: list[dict[str, Any]], prefix: str) -> dict[str, tuple[float, ...]]:
+    """Return what ranks measured under names that begin so: kind -> two times [s]."""
+    names = [name for name in ranks[0] if name.startswith(prefix)]
     return {
-        name.removeprefix("runtime_"): tuple(
+        name.removeprefix(prefix): tuple(
             statistics.median(numbers) for numbers in zip(*(rank[name][0] for rank in ranks), strict=True)
         )
         for name in names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,13 +12,19 @@ import torch
 
 from meshwright.comm.communicator import Communicator
 from meshwright.hardware.exchanges import EXCHANGES
-from meshwright.measure.probe_sizes import COLLECTIVE_BYTES, EXCHANGE_ROUNDS, exchange_name
+from meshwright.measure.probe_sizes import COLLECTIVE_BYTES, EXCHANGE_ROUNDS, SET_BYTES, exchange_name
 from meshwright.ranks.groups import subgroup
 from meshwright.ranks.world import World
 
 __all__: list[str] = []
 
 _TAG = 1
+
+_SKEW_SIZES, _SKEW_STEPS, _SKEW_ROUNDS = ((512, 256), (256, 512)), 40, 5
+"""Products between two exchanges, a millisecond or two each, how many, and how often."""
+
+_MOST_TURNS = 32
+"""Tensors of one size that are exchanged in turn, at most [count]."""
 
 
 def measure_exchanges(world: World, wait: Callable[[], None]) -> dict[str, list[float]]:
@@ -41,6 +48,31 @@ def measure_exchanges(world: World, wait: Callable[[], None]) -> dict[str, list[
     return found
 
 
+def measure_skew(world: World) -> float:
+    """Return what ranks wait for each other, over what they compute between two exchanges [ratio]. Every rank calls it.
+
+    The same products are run with and without an exchange of next to nothing behind each, in the mean: what disturbs one rank for
+    a moment, all wait for.
+    """
+    group, one, other = world.default_group, torch.randn(_SKEW_SIZES[0]), torch.randn(_SKEW_SIZES[1])
+    small = torch.zeros(2)
+    found: list[float] = []
+    for _ in range(_SKEW_ROUNDS):
+        seconds: list[float] = []
+        for has_work, is_together in ((True, False), (True, True), (False, True)):
+            group.barrier()
+            start = time.perf_counter()
+            for _ in range(_SKEW_STEPS):
+                if has_work:
+                    torch.mm(one, other)
+                if is_together:
+                    group.all_reduce(small).wait()
+            seconds.append(time.perf_counter() - start)
+        alone, together, exchanges = seconds
+        found.append(max(0.0, together - exchanges - alone) / alone)
+    return statistics.median(found)
+
+
 def _sizes(world_size: int) -> Iterator[int]:
     size = 2
     while size < world_size:
@@ -50,17 +82,29 @@ def _sizes(world_size: int) -> Iterator[int]:
 
 
 def _exchange(kind: str, group: Communicator, num_bytes: int, device: torch.device) -> Callable[[], Any]:
-    """Return the exchange of a tensor of so many bytes, or of a little less where the ranks do not divide it."""
-    piece = torch.zeros(num_bytes // 4 // group.size, device=device)
-    whole = torch.zeros(piece.numel() * group.size, device=device)
-    message = torch.zeros(num_bytes // 4, device=device)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: group.all_reduce(message).wait(),
-        "all_gather": lambda: group.all_gather_stacked(whole, piece),
-        "reduce_scatter": lambda: group.reduce_scatter_stacked(piece, whole),
-        "message": lambda: _there_and_back(group, message),
-    }
-    return calls[kind]
+    """Return the exchange of a tensor of so many bytes, or of a little less where the ranks do not divide it.
+
+    Tensors are taken in turn, since those of a pass are in no core's cache when they are exchanged.
+    """
+
+    def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        piece = torch.zeros(num_bytes // 4 // group.size, device=device)
+        return piece, torch.zeros(piece.numel() * group.size, device=device), torch.zeros(num_bytes // 4, device=device)
+
+    turns = itertools.cycle([tensors() for _ in range(min(_MOST_TURNS, max(1, SET_BYTES // num_bytes)))])
+
+    def call() -> None:
+        piece, whole, message = next(turns)
+        if kind == "all_reduce":
+            group.all_reduce(message).wait()
+        elif kind == "all_gather":
+            group.all_gather_stacked(whole, piece)
+        elif kind == "reduce_scatter":
+            group.reduce_scatter_stacked(piece, whole)
+        else:
+            _there_and_back(group, message)
+
+    return call
 
 
 def _there_and_back(group: Communicator, message: torch.Tensor) -> None:

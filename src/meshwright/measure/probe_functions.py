@@ -34,6 +34,27 @@ FUNCTIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 """ATen's name of an operator -> a call of it, on an image."""
 
 
+CONVOLUTION_CHANNELS: Final = (4, 8, 16, 32, 64)
+"""Of a convolution's input and result [count]."""
+
+_SAMPLES, _SIDE, _KERNEL = 16, 8, 3
+
+
+def convolution_of(channels: int) -> tuple[Callable[[], tuple[Tensor, Tensor]], float]:
+    """Return what makes images and a kernel of so many channels, both with gradients, and the FLOPs of one forward."""
+
+    def tensors() -> tuple[Tensor, Tensor]:
+        images = torch.randn(_SAMPLES, channels, _SIDE, _SIDE).requires_grad_()
+        return images, torch.randn(channels, channels, _KERNEL, _KERNEL).requires_grad_()
+
+    return tensors, 2.0 * _SAMPLES * _SIDE**2 * channels**2 * _KERNEL**2
+
+
+def convolve(images: Tensor, kernel: Tensor) -> Tensor:
+    """Return images of the same size."""
+    return F.conv2d(images, kernel, padding=_KERNEL // 2)
+
+
 def moved_bytes(values: Tensor, result: Tensor, name: str) -> int:
     """Return what a forward reads and writes, as a description counts it [bytes]."""
     return values.nbytes * (2 if name == "mul" else 1) + result.nbytes

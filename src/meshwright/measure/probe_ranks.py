@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.host import host_memory_bytes, peak_resident_bytes
+from meshwright.measure.host_pace import turn_s
 from meshwright.measure.probe_cores import start_watch
-from meshwright.measure.probe_exchanges import measure_exchanges
+from meshwright.measure.probe_exchanges import measure_exchanges, measure_skew
 from meshwright.measure.probe_far import far_sets, measure_far
-from meshwright.measure.probe_functions import FUNCTIONS, moved_bytes
+from meshwright.measure.probe_functions import CONVOLUTION_CHANNELS, FUNCTIONS, convolution_of, convolve, moved_bytes
+from meshwright.measure.probe_host import measure_host
 from meshwright.measure.probe_runtime import measure_runtime
 from meshwright.measure.probe_sizes import (
     AT_LEAST,
@@ -62,11 +64,12 @@ def measure_rank(budget_s: float) -> dict[str, Any]:
     probe = _Probe(world, budget_s)
     found: dict[str, Any] = {"device": _device_facts(world)}
     world.default_group.barrier()
-    cores = start_watch(torch.get_num_threads())
+    cores, turns = start_watch(torch.get_num_threads()), [turn_s()]
     for stage in STAGES:
         world.emit({"probe": stage})
         found |= getattr(probe, stage.replace(" ", "_"))()
         world.default_group.barrier()
+    found["turn_s"] = (turns[0] + turn_s()) / 2
     found["cores"] = dataclasses.asdict(cores())
     return found
 
@@ -236,6 +239,24 @@ class _Probe:
             total = self._time(both, share=FUNCTION_SHARE)[0] if result.requires_grad else seconds
             times = max(seconds - idle, 0.0), max(total - seconds - idle, 0.0)
             found[f"function_{name}"] = ([*times, moved_bytes(values, result, name)], spread)
+        return found | self._convolutions(idle)
+
+    def _convolutions(self, idle: float) -> dict[str, Any]:
+        """Return the time of a convolution's forward and backward by its arithmetic, without what the operator itself costs."""
+        found: dict[str, Any] = {}
+        for channels in CONVOLUTION_CHANNELS:
+            make, flops = convolution_of(channels)
+            inputs = self._not_cached(make)
+            gradient = torch.ones_like(convolve(*next(inputs)))
+
+            def both(inputs: Any = inputs, gradient: Tensor = gradient) -> object:
+                images, kernel = next(inputs)
+                return torch.autograd.grad(convolve(images, kernel), (images, kernel), gradient)
+
+            seconds, spread = self._time(lambda inputs=inputs: convolve(*next(inputs)), share=FUNCTION_SHARE)
+            total, _ = self._time(both, share=FUNCTION_SHARE)
+            times = max(seconds - idle, 0.2 * seconds), max(total - seconds - idle, 0.2 * seconds)
+            found[f"convolution_of_{int(flops)}"] = ([flops, *times], spread)
         return found
 
     def operators(self) -> dict[str, Any]:
@@ -245,7 +266,8 @@ class _Probe:
         forward, _ = self._time(lambda: chain(start))
         seconds, spread = self._time(lambda: chain(start).sum().backward())
         count = NUM_BLOCKS * _SmallBlock.num_operators
-        return {"operator": (forward / count, spread), "operator_backward": ((seconds - forward) / count, spread)}
+        found = {"operator": (forward / count, spread), "operator_backward": ((seconds - forward) / count, spread)}
+        return found | measure_host(functools.partial(self._time, share=CURVE_SHARE), self._device)
 
     def recurrence(self) -> dict[str, Any]:
         """An LSTM, whose kernels are others than those of products."""
@@ -298,7 +320,10 @@ class _Probe:
     def collectives(self) -> dict[str, Any]:
         if self._world.world_size == 1:
             return {}
-        return {name: _quartile(times) for name, times in measure_exchanges(self._world, self._wait).items()}
+        found: dict[str, Any] = {
+            name: _quartile(times) for name, times in measure_exchanges(self._world, self._wait).items()
+        }
+        return found | ({"skew": (measure_skew(self._world), 0.0)} if self._device.type == "cpu" else {})
 
     def steps_of_plans(self) -> dict[str, Any]:
         """What the runtime adds; on a GPU the host runs ahead of the kernels."""

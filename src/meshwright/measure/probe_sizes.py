@@ -27,6 +27,9 @@ STAGES: Final = (
 
 FEW_LAYERS: Final = 4
 MANY_LAYERS: Final = 20
+FEW_BLOCKS: Final = 2
+MANY_BLOCKS: Final = 8
+"""Of models under tensor parallelism, whose search for a layout takes its time [count]."""
 RUNTIME_STEPS: Final = 25
 """Of each plan, within the usual budget [count]."""
 BUDGET_S: Final = 0.3

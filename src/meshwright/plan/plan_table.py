@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +50,8 @@ def list_plans(
     """Return the best plans as text, and write them as JSON where a path is given."""
     plans = make_plans(spec, cluster, train, top=top)
     if json_path is not None:
+        import json
+
         try:
             json_path.write_text(json.dumps([plan.to_dict() for plan in plans], indent=2) + "\n", encoding="utf-8")
         except OSError as error:

@@ -14,8 +14,30 @@ balance   the cut of a chain of layers into stages of equal work
 To add a schedule, touch `orders.py` alone; `pipeline.py` checks it.
 """
 
-from meshwright.schedule.action import Action, ActionKind
-from meshwright.schedule.pipeline import PipelineSchedule
-from meshwright.schedule.simulate import Simulation
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from meshwright.schedule.action import Action, ActionKind
+    from meshwright.schedule.pipeline import PipelineSchedule
+    from meshwright.schedule.simulate import Simulation
 
 __all__ = ["Action", "ActionKind", "PipelineSchedule", "Simulation"]
+
+_MODULE_OF_NAME: Final = {
+    "Action": "action",
+    "ActionKind": "action",
+    "PipelineSchedule": "pipeline",
+    "Simulation": "simulate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is first used (PEP 562): a search of plans needs `balance` alone."""
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

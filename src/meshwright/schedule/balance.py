@@ -148,7 +148,11 @@ def balance_over_ranks(
 
     best = _judge(cuts, cost_of, len(costs), rank_of_stage, wishes)
     while True:
-        score, near = min((_judge(near, cost_of, len(costs), rank_of_stage, wishes), near) for near in _near(cuts))
+        nearest = [
+            (_judge(near, cost_of, len(costs), rank_of_stage, wishes), near)
+            for near in _near(cuts, _binding_stages(cuts, cost_of, len(costs), rank_of_stage), rank_of_stage)
+        ]
+        score, near = min(nearest, default=(best, cuts))
         if score >= best:
             break
         best, cuts = score, near
@@ -176,12 +180,28 @@ def _judge(
     return max(loads), worst
 
 
-def _near(cuts: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the same cuts with one or two of them moved by a layer."""
+def _binding_stages(
+    cuts: Sequence[int], cost_of: Callable[[int, int], float], num_layers: int, rank_of_stage: Sequence[int]
+) -> tuple[set[int], set[int]]:
+    """Return the busiest ranks and the most expensive stages: cuts that leave one of both as they are make nothing better."""
+    costs = [cost_of(start, end) for start, end in itertools.pairwise([0, *cuts, num_layers])]
+    loads = [0.0] * (max(rank_of_stage) + 1)
+    for rank, cost in zip(rank_of_stage, costs, strict=True):
+        loads[rank] += cost
+    most, worst = max(loads), max(costs)
+    return {rank for rank, load in enumerate(loads) if load == most}, {
+        i for i, cost in enumerate(costs) if cost == worst
+    }
+
+
+def _near(cuts: Sequence[int], binding: tuple[set[int], set[int]], rank_of_stage: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the same cuts with one or two of them moved by a layer, where that may be better."""
+    busiest, worst = binding
     moves = [(place, by) for place in range(len(cuts)) for by in (-1, 1)]
-    for first, second in itertools.product(moves, [*moves, None]):
-        near = list(cuts)
-        near[first[0]] += first[1]
-        if second is not None:
-            near[second[0]] += second[1]
-        yield near
+    for some in (*((move,) for move in moves), *itertools.combinations_with_replacement(moves, 2)):
+        touched = {stage for place, _ in some for stage in (place, place + 1)}
+        if busiest <= {rank_of_stage[stage] for stage in touched} or worst <= touched:
+            near = list(cuts)
+            for place, by in some:
+                near[place] += by
+            yield near

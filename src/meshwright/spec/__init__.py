@@ -19,15 +19,22 @@ rank_states what each rank of a run is doing, as a file
 To add a key of plans, add a field in `plan.py`, and its word in `plan_text.py`.
 """
 
-from meshwright.spec.layer import LayerBond, LayerSpec, SharedParameter
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec.layer import HostCalls, LayerBond, LayerSpec, SharedParameter
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.operator import OperatorSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
-from meshwright.spec.record import Measurement, RunRecord
 from meshwright.spec.train import TrainSpec
 
+if TYPE_CHECKING:
+    from meshwright.spec.record import Measurement, RunRecord
+
 __all__ = [
+    "HostCalls",
     "LayerBond",
     "LayerSpec",
     "Measurement",
@@ -41,3 +48,13 @@ __all__ = [
     "TimeBreakdown",
     "TrainSpec",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a record's classes when they are first used (PEP 562): a plan has none."""
+    if name not in ("Measurement", "RunRecord"):
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from meshwright.spec import record
+
+    value = globals()[name] = getattr(record, name)
+    return value

@@ -16,6 +16,39 @@ _NOT_NEGATIVE: Final = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCalls(Value):
+    """What the host issues in one forward, as torch's dispatcher sees it: the same for one sample and for many.
+
+    Args:
+        operators: Calls that compute something, those on tensors that do not grow with the samples included [count].
+        differentiated: Those of them that backward goes through [count].
+        views: Calls that give a view [count].
+        differentiated_views: Those of them that backward goes through [count].
+        modules: Calls of modules [count].
+        between: Those of the operators and views that code between the layers issues, after this one [count].
+
+    Raises:
+        ConfigError: A number is negative.
+    """
+
+    FORMAT: ClassVar[str] = "host_calls"
+
+    operators: int = 0
+    differentiated: int = 0
+    views: int = 0
+    differentiated_views: int = 0
+    modules: int = 0
+    between: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        problems = Problems("host calls")
+        for name, number in self.to_dict().items():
+            problems.require(number >= 0, f"{name}={number} (rule: it is not negative)")
+        problems.check()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec(Value):
     """One layer: a piece of the model that a pipeline never cuts.
 
@@ -28,6 +61,7 @@ class LayerSpec(Value):
         output_elements: The same in elements, where these are not of the parameters' size; 0 elsewhere [elements].
         activation_bytes: What backward needs of one sample's forward, its input included [bytes].
         operators: What its forward does, in order; empty where only the sums above are known.
+        host: What the host issues for it; None where that was not seen, and then it is a call for each operator.
 
     Raises:
         ConfigError: A number is negative, or the name is empty.
@@ -43,6 +77,7 @@ class LayerSpec(Value):
     output_elements: int = 0
     activation_bytes: int = 0
     operators: tuple[OperatorSpec, ...] = ()
+    host: HostCalls | None = None
 
     def __post_init__(self) -> None:
         self._check_types()

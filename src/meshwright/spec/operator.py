@@ -16,6 +16,9 @@ Dtype = Literal["", "fp32", "bf16", "fp16"]
 CAST: Final = "_to_copy"
 """The `function` of a cast: its name in ATen."""
 
+CONVOLUTION: Final = "convolution"
+"""The `function` of a product that is a convolution's."""
+
 _NOT_NEGATIVE: Final = (
     "rows", "inner", "columns", "count", "input_size", "traffic_bytes", "num_runs", "saved_bytes", "num_params",
     "num_casts", "cast_params", "cast_saved_bytes",
@@ -40,7 +43,8 @@ class OperatorSpec(Value):
         input_size: Elements of its input where rows of the first factor overlap, as in a convolution; 0 where that is
             rows x inner x count [elements].
         causal: Attention that skips what a causal mask hides, about half of the arithmetic.
-        function: The operation of an "elementwise" operator, by its name in ATen, such as "silu"; empty where it is not known.
+        function: The operation of an "elementwise" operator, by its name in ATen, such as "silu"; of a product "convolution"
+            alone; empty where it is not known.
         traffic_bytes: What forward reads and writes, for an "elementwise" operator [bytes].
         num_runs: Runs of memory that an "elementwise" operator walks, one where all its tensors lie in one piece; 0 where that is
             not known [count].

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from meshwright.errors import ConfigError
-from meshwright.mesh import MeshSpec
 from meshwright.spec.plan_text import format_line, parse_line, resolve_preset
 from meshwright.spec.prediction import Prediction
 from meshwright.texts import html_block, html_table
 from meshwright.units import format_bytes, format_seconds
 from meshwright.values import FrozenMap, Problems, Value
+
+if TYPE_CHECKING:
+    from meshwright.mesh import MeshSpec
 
 __all__: list[str] = []
 
@@ -227,6 +229,8 @@ class Plan(Value):
     @property
     def mesh(self) -> MeshSpec:
         """The devices as a mesh; in mode "ranks" also the ranks."""
+        from meshwright.mesh import MeshSpec  # a search of plans asks for none
+
         return MeshSpec(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
 
     @property

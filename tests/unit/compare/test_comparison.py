@@ -9,10 +9,11 @@ import re
 
 import pytest
 
-from meshwright.compare.comparison import Comparison, make_comparison
+from meshwright.compare.comparison import Comparison, make_comparison, pace_notes
 from meshwright.compare.conclusion import draw_conclusion
 from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError
+from meshwright.spec import Prediction, TimeBreakdown
 
 
 def trial(name="single", seconds=(1.0, 1.0, 1.0), **changes):
@@ -322,3 +323,13 @@ def test_losses_that_differ_are_named():
 
 def test_nothing_ran():
     assert draw_conclusion(compared(Trial(name="x", plan="single", error="no")).rows, "single", 2) == "No plan ran."
+
+
+def test_a_machine_of_another_pace_than_when_it_was_measured_is_told():
+    foreseen = Prediction(time=TimeBreakdown(forward_s=1.0))
+    slow, same = (trial(turn_s=turn, measured_turn_s=1e-3, prediction=foreseen) for turn in (2e-3, 1.1e-3))
+    assert (slow.pace, trial().pace, trial(turn_s=1e-3).pace) == (0.5, None, None)
+    (note,) = pace_notes([slow, same, trial()])
+    assert "at 0.50 to 0.91 times the pace of when it was measured" in note
+    assert "at 0.50 times" in pace_notes([slow])[0]
+    assert pace_notes([same, trial(turn_s=9e-3, measured_turn_s=1e-3)]) == []  # nothing was predicted for the other

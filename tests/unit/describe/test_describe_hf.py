@@ -9,7 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright.describe.describing import describe_model
-from meshwright.plan.catalogue.catalogue import BUILDERS
+from meshwright.plan.catalogue.catalogue import builder_of
 from unit.describe.measured import growth, kept_by_layers
 
 transformers = pytest.importorskip("transformers")
@@ -164,7 +164,7 @@ def batch_of_family(name: str):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_known_families_have_the_parameters_and_flops_of_transformers(name: str) -> None:
     model, config, theirs, ours = FAMILIES[name]
-    made = BUILDERS[name](name=name, **ours)
+    made = builder_of(name)(name=name, **ours)
     settings = getattr(transformers, config)(**theirs)
     described = describe_model(lambda: getattr(transformers, model)(settings), batch_of_family(name))
     assert made.num_params == described.num_params

@@ -213,3 +213,26 @@ def test_samples_that_meet_samples_are_those_of_the_example() -> None:
     assert spec.forward_flops == counted_flops(Contrastive(), batch) / 6 == 2 * 2 * 8 * 16 + 2 * 16 * 6
     assert any("square of the samples" in note and "6 samples" in note for note in spec.notes)
     assert sum(op.forward_flops for layer in spec.layers for op in layer.operators) == spec.forward_flops
+
+
+class _Issuing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.arange(4).float()  # two calls, whatever the samples, and nothing for backward
+        return self.lin(x).view(-1, 2, 4) + table
+
+
+@pytest.mark.parametrize("samples", [2, 64])
+def test_what_the_host_issues_is_counted_whatever_the_samples(samples: int) -> None:
+    (layer,) = mw.describe_model(_Issuing, torch.zeros(samples, 8)).layers
+    assert layer.host is not None
+    # arange, its cast, a product and a sum; the weight's transpose and the view; the model and its layer. Of these the product
+    # and its weight's transpose are issued by the layer, the others by the model's own code.
+    assert layer.host.to_dict() == {
+        "operators": 4, "differentiated": 2, "views": 2, "differentiated_views": 2, "modules": 2,
+        "between": 4,
+    }  # fmt: skip
+    assert mw.ModelSpec.from_json(mw.describe_model(_Issuing, torch.zeros(samples, 8)).to_json()).layers == (layer,)

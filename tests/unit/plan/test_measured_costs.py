@@ -15,6 +15,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.hardware import ClusterSpec
+from meshwright.hardware.efficiency import time_of_work
 from meshwright.hardware.exchanges import EXCHANGES, exchange_s
 from meshwright.measure.probe_functions import FUNCTIONS
 from meshwright.plan.costs.machine import Machine
@@ -89,6 +90,63 @@ def test_each_stage_follows_the_whole_forward_of_each_micro_batch() -> None:
     assert added("pp=2,micro_batches=4", half=(1e-3, 0.0)) == 0
     assert added("pp=2,schedule=zb-h1,micro_batches=4", half=(1e-3, 0.0)) >= 4e-3
     assert added("dp=2", stage=(1e-3, 1e-5)) == 0
+
+
+def test_tensor_parallelism_takes_it_for_each_exchange() -> None:
+    costs = StepCosts(MODEL, host())
+    layers = costs.passes(Setup.of(MODEL, mw.Plan.parse("tp=2"), TRAIN))
+    # A block has two pairs of products; each gathers and scatters, in forward and in backward.
+    assert 8 in [times.num_collectives for times in layers.kinds]
+    exchanges = sum(layers.kinds[kind].num_collectives for kind in costs._kind)
+    for micro_batches in (1, 2):
+        line = f"tp=2,micro_batches={micro_batches}"
+        assert added(line, tensor=(1e-3, 0.0)) == pytest.approx(1e-3)
+        assert added(line, tensor=(0.0, 1e-5)) == pytest.approx(micro_batches * exchanges * 1e-5)
+    assert added("dp=2", tensor=(1e-3, 1e-5)) == 0
+
+
+def test_ranks_that_exchange_in_each_layer_wait_for_each_other() -> None:
+    plain, slow = (predicted("tp=2", skew=share).time for share in (0.0, 0.1))
+    assert slow.forward_s == pytest.approx(1.1 * plain.forward_s, rel=0.02)  # exchanges themselves are some of it
+    assert slow.backward_s > 1.08 * plain.backward_s
+    assert predicted("dp=2", skew=0.1) == predicted("dp=2")
+
+
+def test_calls_between_layers_take_it_on_every_stage() -> None:
+    class Glued(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(self.one(x) * 2 + 1)
+
+    model, train = mw.describe_model(Glued, torch.zeros(4, 8)), mw.TrainSpec(global_batch_size=8)
+    plan = mw.Plan.parse("pp=2,schedule=gpipe,micro_batches=4")
+    plain, other = (
+        mw.predict_plan(model, host(runtime=runtime), train, plan)
+        for runtime in ({"stage": (0.0, 0.0)}, {"between": (0.0, 1e-3)})
+    )
+    assert other.step_s - plain.step_s == pytest.approx(5 * 2 * 1e-3)
+
+
+def test_a_convolution_takes_what_one_of_its_arithmetic_took() -> None:
+    model = mw.describe_model(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 1)), torch.zeros(4, 4, 6, 6)
+    )
+    assert [operator.function for layer in model.layers for operator in layer.operators] == [
+        "convolution",
+        "convolution",
+    ]
+    flops = [8 * 2.0 * 36 * 4 * 4 * 9, 8 * 2.0 * 36 * 4 * 8]  # of 8 samples
+    rows = ((flops[1], 1e-3, 2e-3), (flops[0], 4e-3, 6e-3))
+    found = mw.predict_plan(model, host(convolution=rows), TRAIN, mw.Plan.parse("single")).time
+    assert found.forward_s == pytest.approx(5e-3, rel=1e-2)
+    assert found.backward_s == pytest.approx(8e-3, rel=1e-2)
+    assert [time_of_work(work, rows, 1) for work in (1.0, 2 * flops[0])] == pytest.approx([1e-3, 8e-3])
+    assert time_of_work((flops[0] * flops[1]) ** 0.5, rows, 2) == pytest.approx((2e-3 * 6e-3) ** 0.5)
+    with pytest.raises(ConfigError, match="convolution"):
+        host(convolution=rows[::-1])
 
 
 @pytest.mark.parametrize("runtime", [{"walk": (1.0, 1.0)}, {"step": (1.0,)}, {"step": (-1.0, 0.0)}])
@@ -272,6 +330,33 @@ def test_a_function_takes_its_own_multiple_of_its_traffic() -> None:
     traffic_s = 8 * 2 * 8 * 4 / 2e10  # 8 samples of 8 elements, read and written
     assert other.forward_s - plain.forward_s == pytest.approx(2 * traffic_s)
     assert other.backward_s - plain.backward_s == pytest.approx(4 * 1.5 * traffic_s)
+
+
+def test_the_host_takes_its_time_for_each_call_that_was_counted() -> None:
+    model, plan = _described(), mw.Plan.parse("single")
+    issued = [layer.host for layer in model.layers]
+    assert [(calls.operators, calls.differentiated) for calls in issued if calls] == [(1, 1), (1, 1), (1, 1)]
+    host_s = {"operator": (1e-3, 2e-3), "view": (1e-5, 3e-5), "module": (1e-7, 0.0)}
+    plain, other = (
+        mw.predict_plan(model, host(host=kinds, operator_s=1.0), TRAIN, plan).time for kinds in ({}, host_s)
+    )
+    assert plain.forward_s == pytest.approx(3.0)
+    assert other.forward_s == pytest.approx(
+        3e-3 + 2e-5 + 4e-7, rel=1e-4
+    )  # a weight's transpose each; and the model itself
+    assert other.backward_s == pytest.approx(6e-3 + 6e-5, rel=1e-4)
+    with pytest.raises(ConfigError, match=r"host\['kernel'\]"):
+        host(host={"kernel": (1.0, 1.0)})
+
+
+def test_threads_of_one_process_issue_in_turns() -> None:
+    model, calls = _described(), {"operator": (1e-3, 2e-3)}
+    plan = mw.Plan.preset("data_parallel", 2)
+    together, apart = (
+        mw.predict_plan(model, host(host=calls), TRAIN, one).time for one in (plan, mw.Plan.parse("dp=2"))
+    )
+    assert together.forward_s == pytest.approx(2 * apart.forward_s, rel=1e-3)
+    assert together.backward_s == pytest.approx(apart.backward_s)
 
 
 def test_runs_of_memory_take_their_time() -> None:

@@ -76,7 +76,7 @@ def found_plainly(costs: StepCosts, task: Task, top: int, fraction: float) -> Fo
     missing = sorted([*missing, *(one for one in recut if one.peak > limit)], key=lambda one: one.peak)
     fitting = sorted((one for one in recut if one.peak <= limit), key=Candidate.key)[:top]
     faster = [one for one in missing if fitting and one.cost.step_s < fitting[0].cost.step_s * 0.98]
-    return FoundPlans(task, fitting, missing[:3], faster[:3], {}, 0, limit)
+    return FoundPlans(task, fitting, [] if fitting else missing[:3], faster[:3], {}, len(every), limit)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,22 @@ def test_no_step_takes_less_than_its_least_time() -> None:
             assert costs.least_s(costs.passes(setup), setup) <= costs.cost(setup).step_s
             seen += 1
     assert seen > 100
+
+
+@pytest.mark.parametrize("cluster", ["2x4xa100-sxm-40gb", "8xl40s"])
+def test_no_step_takes_less_than_the_least_time_of_its_order(cluster: str) -> None:
+    task = Task(gpt(), load_cluster(cluster), TRAIN)
+    base, costs = base_setup(task.model, TRAIN), StepCosts(task.model, task.cluster)
+    tight = 0
+    for degrees in all_degrees(task):
+        for choice in all_choices(degrees, task) if rule_against(degrees, task) is None else ():
+            setup = setup_of(base, degrees, choice, TRAIN)
+            plain = setup_of(base, degrees, Choice(0, None, "1f1b", 1, "none", "none"), TRAIN)
+            least = costs.least_order_s(plain, choice.schedule, choice.virtual, setup.recompute)
+            seconds = costs.cost(setup).step_s
+            assert 0 < least <= seconds
+            tight += least > 0.8 * seconds
+    assert tight > 100
 
 
 def plan_of_choice(degrees: Degrees, choice: Choice) -> Plan:

@@ -7,7 +7,7 @@ latent_experts decoders with latent attention and many experts: DeepSeek
 hugging_face   a `config.json` of transformers
 
 To add a model, add a table to `models.toml`, with its source and its number of parameters; to add an architecture, a function
-that makes a ModelSpec of sizes, and its name in `catalogue.BUILDERS`.
+that makes a ModelSpec of sizes, and its name in `catalogue._MODULES`.
 """
 
 __all__: list[str] = []

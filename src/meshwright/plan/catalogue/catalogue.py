@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.plan.catalogue.encoders import bert, t5, vit
-from meshwright.plan.catalogue.latent_experts import latent_experts
-from meshwright.plan.catalogue.resnets import resnet
 from meshwright.spec.model import ModelSpec
 
 __all__: list[str] = []
 
 _NOT_SIZES: Final = ("source", "published_params", "architecture")
 
-BUILDERS: Final[Mapping[str, Callable[..., ModelSpec]]] = {
-    "transformer": ModelSpec.transformer,
-    "bert": bert,
-    "vit": vit,
-    "t5": t5,
-    "resnet": resnet,
-    "latent_experts": latent_experts,
+_MODULES: Final = {
+    "bert": "encoders",
+    "vit": "encoders",
+    "t5": "encoders",
+    "resnet": "resnets",
+    "latent_experts": "latent_experts",
 }
-"""Architecture of a row -> what makes a model of its sizes."""
+"""Architecture of a row -> the module whose function of that name makes a model of its sizes."""
+
+
+def builder_of(architecture: str) -> Callable[..., ModelSpec]:
+    """Return what makes a model of an architecture's sizes; its module loads now."""
+    if architecture == "transformer":
+        return ModelSpec.transformer
+    return getattr(importlib.import_module(f"meshwright.plan.catalogue.{_MODULES[architecture]}"), architecture)
 
 
 def known_models() -> tuple[str, ...]:
@@ -65,7 +69,7 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelSpec:
                 f"model: '{key}' takes images, no sequence of {sequence} tokens", fix="leave the sequence out"
             )
         sizes["sequence"] = sequence
-    return BUILDERS[table[key].get("architecture", "transformer")](name=key, **sizes)
+    return builder_of(table[key].get("architecture", "transformer"))(name=key, **sizes)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from typing import Final
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
 from meshwright.plan.costs.machine import Machine, Moved, product_bytes
 from meshwright.plan.costs.setup import Setup
-from meshwright.spec.layer import LayerSpec
-from meshwright.spec.operator import CAST, OperatorSpec
+from meshwright.spec.layer import HostCalls, LayerSpec
+from meshwright.spec.operator import CAST, CONVOLUTION, OperatorSpec
 
 __all__: list[str] = []
 
@@ -90,6 +90,8 @@ class LayerTimes:
     """Whether sequence parallelism runs it on slices of the sequence, which somebody cuts before and gathers behind it."""
     num_operators: float = 0.0
     """Operators that the host issues; a cast is a part of one [count]."""
+    host: HostCalls | None = None
+    """What the host issues, where that was counted."""
     num_collectives: int = 0
     forward_moved: Moved = dataclasses.field(default_factory=Moved)
     backward_moved: Moved = dataclasses.field(default_factory=Moved)
@@ -104,12 +106,13 @@ class LayerTimes:
             recompute: What runs again.
             kept_bytes: What all layers of a rank keep between forward and backward [bytes].
         """
-        host_s, ahead = self._host_s(machine), machine.efficiency.issues_ahead
+        (host_s, host_backward_s), ahead = self.host_s(machine), machine.efficiency.issues_ahead
         traffic_bytes = self.forward_moved.traffic_bytes
-        whole = self.forward_s + machine.far_s(self.forward_moved, kept_bytes)
+        longer = 1.0 + (machine.efficiency.skew if self.num_collectives else 0.0)
+        whole = (self.forward_s + machine.far_s(self.forward_moved, kept_bytes)) * longer
         forward = _issued(whole + self.forward_comm_s, host_s, ahead=ahead)
-        backward_s = self.backward_s + machine.far_s(self.backward_moved, kept_bytes)
-        backward = _issued(backward_s + self.backward_comm_s, host_s, ahead=ahead)
+        backward_s = (self.backward_s + machine.far_s(self.backward_moved, kept_bytes)) * longer
+        backward = _issued(backward_s + self.backward_comm_s, host_backward_s, ahead=ahead)
         elementwise_s = self.elementwise_s + machine.far_s(Moved(traffic_bytes=traffic_bytes), kept_bytes)
         repeated = {"full": whole + self.forward_comm_s, "all_but_products": elementwise_s}
         host_s *= self.repeat_host
@@ -119,9 +122,15 @@ class LayerTimes:
         again = repeated.get(recompute, 0.0)
         return forward, backward, again
 
-    def _host_s(self, machine: Machine) -> float:
-        efficiency = machine.efficiency
-        return self.num_operators * efficiency.operator_s + self.num_collectives * efficiency.collective_host_s
+    def host_s(self, machine: Machine) -> tuple[float, float]:
+        """Return the host's time in forward and in backward [s]."""
+        efficiency, calls = machine.efficiency, self.host
+        exchanges_s = self.num_collectives * (efficiency.collective_host_s + efficiency.runtime_each_s("tensor") / 2)
+        if calls is None or not efficiency.host:
+            both = self.num_operators * efficiency.operator_s + exchanges_s
+            return both, both
+        forward, backward = machine.issue_s(calls)
+        return forward + exchanges_s, backward + exchanges_s
 
     def kept_bytes(self, recompute: str) -> float:
         """Return what one micro-batch keeps between forward and backward [bytes]."""
@@ -145,7 +154,7 @@ def layer_times(
         model_bytes: Size of an element in the layer's own numbers [bytes].
         is_last: Whether its results go to the loss, which takes them in parts.
     """
-    times = LayerTimes(repeat_host=_REPEAT_HOST if setup.is_eager else 1.0)
+    times = LayerTimes(host=layer.host, repeat_host=_REPEAT_HOST if setup.is_eager else 1.0)
     scale = _scale(setup, model_bytes)
     rows_cut = setup.tp if setup.sequence_parallel else 1
     times.input_bytes = layer.output_bytes * scale / rows_cut
@@ -295,6 +304,12 @@ def _add_product(times: LayerTimes, operator: OperatorSpec, setup: Setup, machin
         flops = 2.0 * height * inner * columns * count
         times.forward_s += flops / (rate * machine.efficiency.recurrence_forward)
         times.backward_s += 2 * flops / (rate * machine.efficiency.recurrence_backward)
+        return
+
+    if operator.function == CONVOLUTION and (found := machine.convolution_s(2.0 * height * inner * columns * count)):
+        times.forward_s += found[0]
+        times.product_s += found[0]
+        times.backward_s += found[1]
         return
 
     def seconds(rows: int, inner: int, columns: int) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from meshwright.hardware import ClusterSpec
-from meshwright.hardware.efficiency import Efficiency, curve_at, share_at
+from meshwright.hardware.efficiency import Efficiency, curve_at, share_at, time_of_work
 from meshwright.hardware.exchanges import exchange_s
+from meshwright.spec.layer import HostCalls
 from meshwright.values import Problems
 
 __all__: list[str] = []
@@ -101,6 +102,22 @@ class Machine:
         efficiency = self.efficiency
         seconds = moved.traffic_bytes * curve_at(kept_bytes, efficiency.far_traffic)
         return seconds + moved.product_bytes * curve_at(kept_bytes, efficiency.far_product)
+
+    def issue_s(self, calls: HostCalls) -> tuple[float, float]:
+        """Return what the host takes to issue a forward, and its backward [s]."""
+        counts = {
+            "operator": (calls.operators, calls.differentiated),
+            "view": (calls.views, calls.differentiated_views),
+            "module": (calls.modules, 0),
+        }
+        times = {kind: self.efficiency.host.get(kind, (0.0, 0.0)) for kind in counts}
+        forward, backward = (sum(counts[kind][way] * times[kind][way] for kind in counts) for way in (0, 1))
+        return forward, backward
+
+    def convolution_s(self, flops: float) -> tuple[float, float] | None:
+        """Return what a convolution of so much arithmetic takes in forward and in backward [s]; None where none was measured."""
+        rows = self.efficiency.convolution
+        return (time_of_work(flops, rows, 1), time_of_work(flops, rows, 2)) if rows else None
 
     def _product_s(
         self, sizes: tuple[int, int, int], count: float, dtype: str, element_bytes: float, *, aligned: bool

@@ -98,14 +98,35 @@ def in_flight_on_ranks(setup: Setup) -> list[float]:
 
 def rank_memory(load: RankLoad, setup: Setup, *, bucket_bytes: float) -> RankMemory:
     """Return the memory of one rank at its peak."""
-    parameters, gradients, optimizer = state_bytes(load.num_params, setup)
-    buffers = load.output_bytes + load.recomputed_bytes
-    if setup.zero >= 3 and not setup.per_step:
-        # The layer that runs and the one that is gathered ahead, and the gradients of one before they are scattered.
-        buffers += load.largest_params * (2 * setup.gathered_bytes + setup.states.gradient)
-    elif setup.zero and setup.dp > 1:
-        buffers += min(bucket_bytes, load.num_params * setup.sent_gradient_bytes)
-    return RankMemory(parameters, gradients, optimizer, load.activation_bytes, buffers)
+    return fullest((load,), setup, bucket_bytes=bucket_bytes)
+
+
+def fullest(loads: Sequence[RankLoad], setup: Setup, *, bucket_bytes: float) -> RankMemory:
+    """Return the memory of the fullest of some ranks at its peak; a search asks for it tens of thousands of times."""
+    of_parameter, of_gradient, of_state = state_bytes(1.0, setup)
+    gathers = setup.zero >= 3 and not setup.per_step
+    # The layer that runs and the one that is gathered ahead, and the gradients of one before they are scattered.
+    gathered = 2 * setup.gathered_bytes + setup.states.gradient
+    sums = bool(setup.zero) and setup.dp > 1
+    found, most = None, -1.0
+    for load in loads:
+        num_params = load.num_params
+        buffers = load.output_bytes + load.recomputed_bytes
+        if gathers:
+            buffers += load.largest_params * gathered
+        elif sums:
+            buffers += min(bucket_bytes, num_params * setup.sent_gradient_bytes)
+        parts = (
+            num_params * of_parameter,
+            num_params * of_gradient,
+            num_params * of_state,
+            load.activation_bytes,
+            buffers,
+        )
+        peak = parts[0] + parts[1] + parts[2] + parts[3] + parts[4]
+        if peak > most:
+            found, most = parts, peak
+    return RankMemory(*(found or (0.0,) * 5))
 
 
 def not_exceeded(loads: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
@@ -115,11 +136,6 @@ def not_exceeded(loads: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
         if not any(all(map(operator.ge, other, sizes)) for other in kept):
             kept.append(sizes)
     return kept
-
-
-def fullest(memories: Sequence[RankMemory]) -> RankMemory:
-    """Return the memory of the fullest rank."""
-    return memories[0] if len(memories) == 1 else max(memories, key=lambda memory: memory.peak)
 
 
 def together(memories: Sequence[RankMemory], copies: int) -> RankMemory:

@@ -196,3 +196,18 @@ class Setup:
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(Setup))
 _values_of: Final = operator.attrgetter(*_FIELDS)
+
+SEEN_BY_LAYERS: Final = (
+    "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "own_dtypes", "overlaps_tp", "is_eager",
+    "trains_weights", "native_attention", "attention_speed",
+)  # fmt: skip
+"""What a layer sees of a setup: setups that differ in nothing else share its cost."""
+
+SEEN_BY_PIPELINE: Final = (
+    *SEEN_BY_LAYERS, "dp", "pp", "virtual", "schedule", "micro_batches", "recompute", "overlap", "accumulated_bytes",
+    "sends_slices", "cut_by_work", "cut_evenly", "blocks_on_messages", "one_process",
+)  # fmt: skip
+"""What a pipeline sees of a setup."""
+
+seen_by_layers: Final = operator.attrgetter(*SEEN_BY_LAYERS)
+seen_by_pipeline: Final = operator.attrgetter(*SEEN_BY_PIPELINE)

@@ -17,6 +17,12 @@ __all__: list[str] = []
 _SLACK: Final = 0.01
 """By how much the costliest stage may exceed the least that it can cost [ratio]."""
 
+_ASYNCHRONOUS: Final = 0.3
+"""Share of a message between stages that is not hidden where messages are posted ahead. An estimate [ratio]."""
+
+_WEIGHT_FRACTION: Final = 1 / 3
+"""Share of forward and backward that gradients of weights take: one of three products [ratio]."""
+
 _MARGIN: Final = 1e-9
 """By how much less than a cost is certainly too little for it, however sums were rounded [ratio]."""
 
@@ -217,3 +223,39 @@ def pipeline_s(
     # A rank with fewer micro-batches than ranks starves even where stages are interleaved.
     steady = micro_batches * slowest
     return steady + fill, fill
+
+
+def least_pipeline_s(
+    busy_s: float, *, ranks: int, micro_batches: int, virtual: int, schedule: str, weight_fraction: float, send_s: float
+) -> float:
+    """Return a time that `pipeline_s` does not go below, but for rounding, however the work is dealt out: even stages [s].
+
+    Args:
+        busy_s: What all pp ranks compute for one micro-batch [s].
+        ranks: Of the pipeline [count].
+        micro_batches: Of the step [count].
+        virtual: Stages of a rank [count].
+        schedule: Its name.
+        weight_fraction: Share of the time that gradients of weights take.
+        send_s: A message to the next rank [s].
+    """
+    total, _ = pipeline_s(
+        (busy_s / ranks,) * ranks,
+        micro_batches=micro_batches,
+        virtual=virtual,
+        schedule=schedule,
+        weight_fraction=weight_fraction,
+        send_s=send_s,
+    )
+    return total
+
+
+def waits_s(setup: Setup, virtual: int, send_s: float) -> float:
+    """Return what a rank with so many stages waits for messages in each micro-batch [s]."""
+    messages = 4 if setup.blocks_on_messages else 2  # one to and one from either neighbour, or these in pairs
+    return messages * virtual * send_s * (_ASYNCHRONOUS if setup.overlap else 1.0)
+
+
+def weight_fraction(setup: Setup) -> float:
+    """Return the share of a micro-batch's time that gradients of weights take, which may be put off."""
+    return _WEIGHT_FRACTION if setup.trains_weights else 0.0

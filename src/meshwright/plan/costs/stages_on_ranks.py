@@ -41,6 +41,16 @@ class StagesOnRanks:
             found[rank] += own
         return found
 
+    def on_rank(self, rank: int, sums: Sequence[float]) -> float:
+        """Return what one rank's stages sum up to, as `on_ranks` does."""
+        if len(self.ranks) == self.num_ranks:
+            return sums[self.bounds[rank + 1]] - sums[self.bounds[rank]]
+        found = 0.0
+        for stage, own in enumerate(self.ranks):
+            if own == rank:
+                found += sums[self.bounds[stage + 1]] - sums[self.bounds[stage]]
+        return found
+
     def rank_of(self, layer: int) -> int:
         """Return the rank that runs a layer."""
         return self.ranks[bisect.bisect_right(self.bounds, layer) - 1]

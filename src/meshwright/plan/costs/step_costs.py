@@ -13,6 +13,7 @@ from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.hardware.efficiency import Efficiency, efficiency_of
 from meshwright.plan.costs.data_parallel_cost import exchange
 from meshwright.plan.costs.layer_times import LayerTimes, layer_times
+from meshwright.plan.costs.layers_cost import LayersCost, kinds_of
 from meshwright.plan.costs.machine import Machine, require_numbers
 from meshwright.plan.costs.rank_memory import (
     RankLoad,
@@ -24,12 +25,28 @@ from meshwright.plan.costs.rank_memory import (
     rank_memory,
     together,
 )
-from meshwright.plan.costs.setup import Setup, StateBytes
+from meshwright.plan.costs.runtime_cost import sharding_s, walks_s
+from meshwright.plan.costs.setup import (
+    SEEN_BY_LAYERS,
+    SEEN_BY_PIPELINE,
+    Setup,
+    StateBytes,
+    seen_by_layers,
+    seen_by_pipeline,
+)
 from meshwright.plan.costs.stage_bytes import chain_bytes, partial_bytes, pipeline_bytes
-from meshwright.plan.costs.stages import balanced_cut, even_cut, own_cut, params_at_first_use, pipeline_s
+from meshwright.plan.costs.stages import (
+    balanced_cut,
+    even_cut,
+    least_pipeline_s,
+    own_cut,
+    params_at_first_use,
+    pipeline_s,
+    waits_s,
+    weight_fraction,
+)
 from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
 from meshwright.plan.costs.step_cost import PassesCost, StepCost
-from meshwright.spec.layer import LayerSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.prediction import MemoryBreakdown, Prediction, TimeBreakdown
 
@@ -37,9 +54,6 @@ __all__: list[str] = []
 
 _BUCKET_BYTES: Final = 40 * 2**20
 """Gradients that are reduced together [bytes]."""
-
-_WEIGHT_FRACTION: Final = 1 / 3
-"""Share of forward and backward that gradients of weights take: one of three products [ratio]."""
 
 _HOST_LINK_BYTES_PER_S: Final = 20e9
 """What a device copies to and from its host: two thirds of PCIe 4.0 x16. An estimate [bytes/s]."""
@@ -50,17 +64,14 @@ _HOST_MEMORY_BYTES_PER_S: Final = 25e9
 _TENSORS: Final = 2
 """Parameter tensors of an operator that has parameters: a weight and a bias [count]."""
 
-_IN_HALVES: Final = ("zb-h1", "zb-h2", "zbv")
-"""Schedules that put gradients of weights off."""
-
 _RUN_AGAIN: Final = ("full", "all_but_products", "every_other_product")
 """Kinds of recompute that run a whole layer again, and keep all of it meanwhile."""
 
 _MOST_STAGES: Final = 16
 """Stages for which the runtime's own cut is worked out: it takes long for more [count]."""
 
-_ASYNCHRONOUS: Final = 0.3
-"""Share of a message between stages that is not hidden where messages are posted ahead. An estimate [ratio]."""
+_ROUNDED: Final = 1e-9
+"""By how much sums of times may differ by the order in which they are added, at most [ratio]."""
 
 
 class StepCosts:
@@ -80,12 +91,13 @@ class StepCosts:
         self.model = model
         self.cluster = cluster
         self._model_bytes = model.params_bytes / model.num_params if model.num_params else 4.0
-        self._kinds, self._kind = _kinds_of(model)
+        self._kinds, self._kind = kinds_of(model)
         self._inner_kinds = set(self._kind[:-1])
         place = {layer.name: index for index, layer in enumerate(model.layers)}
         weights = sum(1 for layer in model.layers for operator in layer.operators if operator.num_params)
         self._num_tensors = _TENSORS * max(weights, len(model.layers))
         self._shared = [([place[name] for name in one.layers], one.num_params) for one in model.shared]
+        self._num_between = sum(layer.host.between for layer in model.layers if layer.host is not None)
         self._fresh = params_at_first_use(model)
         self._whole_shares: dict[float, float] = {}
         self._own_cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -94,19 +106,47 @@ class StepCosts:
     def use(self, efficiency: Efficiency) -> None:
         """Cost with other shares from now on."""
         self.machine = Machine(self.cluster, efficiency)
+        self._is_far = bool(efficiency.far_traffic or efficiency.far_product)
         self._times = functools.lru_cache(maxsize=4096)(self._times_of)
+        self._layers = functools.lru_cache(maxsize=4096)(self._layers_of)
         self._passes = functools.lru_cache(maxsize=4096)(self._passes_of)
         self._cuts = functools.lru_cache(maxsize=4096)(self._cut_of)
         self._placed = functools.lru_cache(maxsize=1024)(functools.partial(StagesOnRanks, kinds=self._kind))
         self._sums_of = functools.lru_cache(maxsize=1024)(self._added_up)  # pipelines differ in few of them
 
     def _times_of(self, *seen: object) -> tuple[LayerTimes, ...]:
-        setup = Setup(**dict(zip(_SEEN, seen, strict=True)))  # type: ignore[arg-type]
+        setup = Setup(**dict(zip(SEEN_BY_LAYERS, seen, strict=True)))  # type: ignore[arg-type]
         last = self._kind[-1]
         return tuple(
             layer_times(kind, setup, self.machine, model_bytes=self._model_bytes, is_last=place == last)
             for place, kind in enumerate(self._kinds)
         )
+
+    def _layers_of(
+        self, seen: tuple[object, ...], recompute: str, kept_bytes: float, accumulated_s: float
+    ) -> LayersCost:
+        """Return what the layers take, with so many bytes kept between forward and backward, and so long for a gradient added."""
+        kinds = self._times(*seen)
+        passes = [times.passes_s(self.machine, recompute, kept_bytes) for times in kinds]
+        if recompute != "none":
+            each = self.machine.efficiency.runtime_s("recompute", len(self._kind)) / len(self._kind)
+            passes = [(forward, backward, again + each) for forward, backward, again in passes]
+        of_kinds = tuple(sum(one) + times.num_params * accumulated_s for one, times in zip(passes, kinds, strict=True))
+        return LayersCost(
+            kinds,
+            *(self._sums(part) for part in zip(*passes, strict=True)),
+            totals_s=self._sums(of_kinds),
+            of_kinds_s=of_kinds,
+            num_params=self._sums([times.num_params for times in kinds]),
+            kept_bytes=self._sums([times.kept_bytes(recompute) for times in kinds]),
+            issued_s=self._sums([times.host_s(self.machine)[0] for times in kinds]),
+        )
+
+    def _accumulated_s(self, setup: Setup) -> float:
+        """Return what it takes to add an element of a gradient to those of the micro-batches before [s]."""
+        if setup.trains_weights and setup.micro_batches > 1:
+            return setup.accumulated_bytes / self.machine.memory_bytes_per_s
+        return 0.0
 
     def cost(self, setup: Setup) -> StepCost:
         """Return the cost of one step."""
@@ -114,7 +154,7 @@ class StepCosts:
 
     def passes(self, setup: Setup) -> PassesCost:
         """Return what a step costs before data parallelism."""
-        return self._passes(*_piped(setup))
+        return self._passes(*seen_by_pipeline(setup))
 
     def cost_with(self, passes: PassesCost, setup: Setup) -> StepCost:
         """Return the cost of one step whose passes are known; of the setup what data parallelism sees counts."""
@@ -134,7 +174,9 @@ class StepCosts:
             backward_s=passes.backward_s,
             recompute_s=passes.recompute_s,
             bubble_s=passes.bubble_s,
-            exposed_comm_s=shared.exposed_s + self._sharding_s(setup) + passes.waits_s,
+            exposed_comm_s=shared.exposed_s
+            + sharding_s(self.machine.efficiency, self._num_tensors, setup)
+            + passes.waits_s,
             optimizer_s=self._optimizer_s(passes.num_params, setup),
             memory=self.memory_with(passes, setup),
             # Of one process the ledger counts what all its devices send.
@@ -147,8 +189,32 @@ class StepCosts:
         """Return a time that a step of these passes does not go below, to the bit: what it takes if all exchanges hide [s]."""
         # In the order of `StepCost.step_s`: a sum of floats does not fall where one of them grows.
         busy = passes.forward_s + passes.backward_s + passes.recompute_s
-        exposed = self._sharding_s(setup) + passes.waits_s
+        exposed = sharding_s(self.machine.efficiency, self._num_tensors, setup) + passes.waits_s
         return busy + passes.bubble_s + exposed + self._optimizer_s(passes.num_params, setup)
+
+    def least_order_s(self, setup: Setup, schedule: str, virtual: int, recompute: str) -> float:
+        """Return a time that no step of these degrees in such an order goes below, however its stages are cut [s].
+
+        Args:
+            setup: The degrees.
+            schedule: Its name.
+            virtual: Stages of a rank [count].
+            recompute: What runs again.
+        """
+        if self._is_far:  # what a pass takes depends on what all micro-batches keep
+            return 0.0
+        layers = self._layers(seen_by_layers(setup), recompute, 0.0, self._accumulated_s(setup))
+        send_s = self._send_s(layers.kinds, setup)
+        least = least_pipeline_s(
+            layers.totals_s[-1] + setup.pp * waits_s(setup, virtual, send_s),
+            ranks=setup.pp,
+            micro_batches=setup.micro_batches,
+            virtual=virtual,
+            schedule=schedule,
+            weight_fraction=weight_fraction(setup),
+            send_s=send_s,
+        )
+        return (least + self.machine.efficiency.step_s) * (1 - _ROUNDED)
 
     def _whole_share(self, setup: Setup) -> float:
         """Return the share of the parameters that lie in layers which ZeRO-3 leaves whole [ratio]."""
@@ -160,9 +226,12 @@ class StepCosts:
 
     def memory_with(self, passes: PassesCost, setup: Setup) -> RankMemory:
         """Return the memory of one rank at the peak of a step whose passes are known."""
-        memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in passes.loads]
         shares_memory = setup.one_process and self.cluster.device.name == HOST_DEVICE
-        memory = together(memories, setup.dp) if shares_memory else fullest(memories)
+        if shares_memory:
+            memories = [rank_memory(load, setup, bucket_bytes=_BUCKET_BYTES) for load in passes.loads]
+            memory = together(memories, setup.dp)
+        else:
+            memory = fullest(passes.loads, setup, bucket_bytes=_BUCKET_BYTES)
         efficiency = self.machine.efficiency
         gaps = (efficiency.held - 1) * memory.activations
         memory.buffers += efficiency.process_bytes + gaps
@@ -184,40 +253,34 @@ class StepCosts:
         return balanced_cut(self._sums(of_kinds), num_stages)
 
     def _passes_of(self, *piped: object) -> PassesCost:
-        setup = Setup(**dict(zip(_PIPED, piped, strict=True)))  # type: ignore[arg-type]
-        kinds = self._times(*_seen(setup))
-        in_flight = micro_batches_in_flight(0, setup) / (1 if setup.schedule == "sequential" else setup.pp)
-        kept = in_flight * self._sums([times.kept_bytes(setup.recompute) for times in kinds])[-1]
-        passes = [times.passes_s(self.machine, setup.recompute, kept) for times in kinds]
-        if setup.recompute != "none":
-            each = self.machine.efficiency.runtime_s("recompute", len(self._kind)) / len(self._kind)
-            passes = [(forward, backward, again + each) for forward, backward, again in passes]
-        accumulated = 0.0
-        if setup.trains_weights and setup.micro_batches > 1:
-            accumulated = setup.accumulated_bytes / self.machine.memory_bytes_per_s
-        of_kinds = tuple(sum(one) + times.num_params * accumulated for one, times in zip(passes, kinds, strict=True))
-        totals = self._sums(of_kinds)
+        setup = Setup(**dict(zip(SEEN_BY_PIPELINE, piped, strict=True)))  # type: ignore[arg-type]
+        seen, accumulated = seen_by_layers(setup), self._accumulated_s(setup)
+        kept = 0.0
+        if self._is_far:
+            of_layers = self._sums([times.kept_bytes(setup.recompute) for times in self._times(*seen)])[-1]
+            kept = micro_batches_in_flight(0, setup) / (1 if setup.schedule == "sequential" else setup.pp) * of_layers
+        layers = self._layers(seen, setup.recompute, kept, accumulated)
         num_stages = min(setup.num_stages, len(self._kind))
-        placed = self._placed(self._bounds(of_kinds, num_stages, setup), setup.pp, setup.schedule)
-        walks = self._walks_s(placed, setup)
-        busy = [one + walk for one, walk in zip(placed.on_ranks(totals), walks, strict=True)]
-        params = placed.on_ranks(self._sums([times.num_params for times in kinds]))
+        placed = self._placed(self._bounds(layers.of_kinds_s, num_stages, setup), setup.pp, setup.schedule)
+        walks = walks_s(self.machine.efficiency, placed, layers.issued_s, self._num_between, setup)
+        busy = [one + walk for one, walk in zip(placed.on_ranks(layers.totals_s), walks, strict=True)]
+        params = placed.on_ranks(layers.num_params)
         for rank, repeated in enumerate(placed.repeated(self._shared)):
             params[rank] -= repeated / setup.tp
         slowest = max(range(setup.pp), key=busy.__getitem__)
-        send_s = self._send_s(kinds, setup)
-        messages = 4 if setup.blocks_on_messages else 2  # one to and one from either neighbour, or these in pairs
-        waits = messages * setup.virtual * send_s * (_ASYNCHRONOUS if setup.overlap else 1.0)
+        send_s = self._send_s(layers.kinds, setup)
+        waits = waits_s(setup, setup.virtual, send_s)
         total, bubble = pipeline_s(
             [one + waits for one in busy],
             micro_batches=setup.micro_batches,
             virtual=setup.virtual,
             schedule=setup.schedule,
-            weight_fraction=_WEIGHT_FRACTION if setup.trains_weights else 0.0,
+            weight_fraction=weight_fraction(setup),
             send_s=send_s,
         )
         forward, backward, again = (
-            placed.on_ranks(self._sums(part))[slowest] * setup.micro_batches for part in zip(*passes, strict=True)
+            placed.on_rank(slowest, part) * setup.micro_batches
+            for part in (layers.forward_s, layers.backward_s, layers.recompute_s)
         )
         forward += walks[slowest] * setup.micro_batches
         backward += params[slowest] * accumulated * setup.micro_batches
@@ -228,8 +291,8 @@ class StepCosts:
             bubble_s=bubble,
             waits_s=max(0.0, total - bubble - forward - backward - again),
             num_params=sum(params) if setup.schedule == "sequential" else max(params),
-            loads=self._loads(kinds, params, placed, setup),
-            kinds=kinds,
+            loads=self._loads(layers, params, placed, setup),
+            kinds=layers.kinds,
             placed=placed,
             setup=setup,
         )
@@ -293,23 +356,6 @@ class StepCosts:
         """Return the largest result that a stage may hand on [bytes]."""
         return max((kinds[kind].input_bytes for kind in self._inner_kinds), default=0.0)
 
-    def _walks_s(self, placed: StagesOnRanks, setup: Setup) -> list[float]:
-        """Return what each rank's stages take beside their layers for a micro-batch: every one follows the whole forward [s]."""
-        if setup.pp == 1 or setup.one_process or not self.machine.efficiency.runtime:
-            return [0.0] * setup.pp
-        efficiency, layers = self.machine.efficiency, len(self._kind)
-        walks = [0.0] * setup.pp
-        for rank, (first, last) in zip(placed.ranks, itertools.pairwise(placed.bounds), strict=True):
-            walks[rank] += efficiency.runtime_s("stage", layers)
-            walks[rank] += efficiency.runtime_s("half", last - first) if setup.schedule in _IN_HALVES else 0.0
-        return walks
-
-    def _sharding_s(self, setup: Setup) -> float:
-        """Return what a rank does beside exchanging, where ZeRO exchanges parameter by parameter [s]."""
-        if setup.zero < 2 or setup.per_step or setup.dp == 1:
-            return 0.0
-        return setup.micro_batches * self.machine.efficiency.runtime_s("zero", self._num_tensors / setup.pp)
-
     def _optimizer_s(self, num_params: float, setup: Setup) -> float:
         efficiency = self.machine.efficiency
         own = num_params / (setup.shard if setup.zero else 1) * (1.0 if setup.trains_weights else 0.01)
@@ -319,6 +365,7 @@ class StepCosts:
         parts = 1 if setup.schedule == "sequential" else setup.pp
         tensors = self._num_tensors / parts * efficiency.tensor_s
         tensors += efficiency.runtime_s("step", len(self._kind) / parts)
+        tensors += efficiency.runtime_s("tensor", 0) if setup.tp > 1 else 0.0
         return own * efficiency.optimizer_bytes / self.machine.memory_bytes_per_s + tensors + efficiency.step_s
 
     def _mfu(self, step_s: float, setup: Setup) -> float | None:
@@ -329,10 +376,10 @@ class StepCosts:
         return min(1.0, 3.0 * self.model.forward_flops * samples / (step_s * peak))
 
     def _loads(
-        self, kinds: Sequence[LayerTimes], params: Sequence[float], placed: StagesOnRanks, setup: Setup
+        self, layers: LayersCost, params: Sequence[float], placed: StagesOnRanks, setup: Setup
     ) -> list[RankLoad]:
         """Return what the ranks hold, without those that another one exceeds in everything."""
-        kept = placed.on_ranks(self._sums([times.kept_bytes(setup.recompute) for times in kinds]))
+        kinds, kept = layers.kinds, placed.on_ranks(layers.kept_bytes)
         largest = placed.most([times.num_params for times in kinds])
         again = [0.0] * setup.pp
         if setup.recompute in _RUN_AGAIN:
@@ -346,39 +393,3 @@ class StepCosts:
         if setup.schedule != "sequential":  # where one process has them all
             sizes = not_exceeded(sizes)
         return [RankLoad(*one) for one in sizes]
-
-
-_SEEN: Final = (
-    "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "own_dtypes", "overlaps_tp", "is_eager",
-    "trains_weights", "native_attention", "attention_speed",
-)  # fmt: skip
-"""What a layer sees of a setup: setups that differ in nothing else share its cost."""
-
-_PIPED: Final = (
-    *_SEEN, "dp", "pp", "virtual", "schedule", "micro_batches", "recompute", "overlap", "accumulated_bytes", "sends_slices",
-    "cut_by_work", "cut_evenly", "blocks_on_messages", "one_process",
-)  # fmt: skip
-"""What a pipeline sees of a setup."""
-
-_seen: Final = operator.attrgetter(*_SEEN)
-_piped: Final = operator.attrgetter(*_PIPED)
-
-
-def _kinds_of(model: ModelSpec) -> tuple[list[LayerSpec], list[int]]:
-    """Return one layer of each kind, and the kind of each layer: equal layers are costed once; their names differ."""
-    known: dict[tuple[object, ...], int] = {}
-    kinds: list[LayerSpec] = []
-    of_layers: list[int] = []
-    for layer in model.layers:
-        sums = (
-            layer.num_params,
-            layer.forward_flops,
-            layer.output_bytes,
-            layer.output_elements,
-            layer.activation_bytes,
-        )
-        kind = known.setdefault((*sums, layer.operators), len(kinds))
-        if kind == len(kinds):
-            kinds.append(layer)
-        of_layers.append(kind)
-    return kinds, of_layers

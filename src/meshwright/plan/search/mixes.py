@@ -13,27 +13,68 @@ from meshwright.plan.search.space import Choice, Degrees
 
 __all__: list[str] = []
 
+Sharding = tuple[int, int | None, str]
+"""ZeRO, its shard and what is offloaded."""
+
+
+@dataclasses.dataclass(slots=True)
+class Split:
+    """Degrees with every sharding that they can have."""
+
+    degrees: Degrees
+    shardings: list[Sharding]
+    setups: list[Setup]
+    """What data parallelism sees of each."""
+    without: dict[tuple[str, int], list[float]] = dataclasses.field(default_factory=dict)
+    """Schedule and virtual stages -> the peak of each sharding where nothing runs again [bytes]."""
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """Mixes that differ in their sharding alone, before they are costed."""
+
+    place: int
+    """Where its first mix is among all mixes: of equal ones the first counts [count]."""
+    split: Split
+    schedule: str
+    virtual: int
+    recompute: str
+    least_s: float
+    """A time that none of their steps goes below [s]."""
+
+    @property
+    def least_key(self) -> float:
+        """What none of them comes before, where candidates are sorted."""
+        fewest = Choice(0, None, self.schedule, self.virtual, self.recompute, "none")
+        return key_of(self.least_s, num_strategies(self.split.degrees, fewest))[0]
+
 
 @dataclasses.dataclass(slots=True)
 class Mix:
     """A mix with its memory."""
 
-    degrees: Degrees
-    order: tuple[str, int, str]
-    """Schedule, virtual stages and recompute."""
-    sharding: tuple[int, int | None, str]
-    """ZeRO, its shard and what is offloaded."""
+    group: Group
+    index: int
+    """Of its sharding."""
     passes: PassesCost
-    setup: Setup
-    """What data parallelism sees of it: the degrees and the sharding."""
     peak: float
     """The memory of a device at the peak of a step [bytes]."""
 
     @property
+    def place(self) -> int:
+        """Where it is among all mixes [count]."""
+        return self.group.place + self.index
+
+    @property
+    def setup(self) -> Setup:
+        """What data parallelism sees of it: the degrees and the sharding."""
+        return self.group.split.setups[self.index]
+
+    @property
     def choice(self) -> Choice:
         """What is chosen beside the degrees."""
-        (schedule, virtual, recompute), (zero, shard, offload) = self.order, self.sharding
-        return Choice(zero, shard, schedule, virtual, recompute, offload)
+        group, (zero, shard, offload) = self.group, self.group.split.shardings[self.index]
+        return Choice(zero, shard, group.schedule, group.virtual, group.recompute, offload)
 
     def least_s(self, costs: StepCosts) -> float:
         """Return a time that a step does not go below [s]."""
@@ -41,7 +82,7 @@ class Mix:
 
     def candidate(self, costs: StepCosts) -> Candidate:
         """Return the mix with its cost."""
-        return Candidate(self.degrees, self.choice, costs.cost_with(self.passes, self.setup))
+        return Candidate(self.group.split.degrees, self.choice, costs.cost_with(self.passes, self.setup))
 
 
 class Fastest:
@@ -53,21 +94,23 @@ class Fastest:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._num_taken = 0
-        self._kept: list[tuple[float, int, int, Candidate]] = []  # the slowest first: times and counts are negative
+        self._kept: list[tuple[float, int, int, Candidate]] = []  # the slowest first: all numbers are negative
+
+    def may_take_any(self, group: Group) -> bool:
+        """Tell whether a mix of a group may be among the fastest; False only where none can."""
+        return len(self._kept) < self._most or group.least_key <= -self._kept[0][0]
 
     def may_take(self, mix: Mix, costs: StepCosts) -> bool:
         """Tell whether a mix may be among the fastest; False only where `take` would leave it out for certain."""
         if len(self._kept) < self._most:
             return True
-        slow, _ = key_of(mix.least_s(costs), num_strategies(mix.degrees, mix.choice))
+        slow, _ = key_of(mix.least_s(costs), num_strategies(mix.group.split.degrees, mix.choice))
         return slow <= -self._kept[0][0]
 
-    def take(self, candidate: Candidate) -> None:
-        """Keep a candidate where it is among the fastest; of equal ones those that came first."""
+    def take(self, candidate: Candidate, place: int) -> None:
+        """Keep a candidate where it is among the fastest; of equal ones those that are first among all mixes."""
         slow, many = candidate.key()
-        self._num_taken += 1
-        heapq.heappush(self._kept, (-slow, -many, -self._num_taken, candidate))
+        heapq.heappush(self._kept, (-slow, -many, -place, candidate))
         if len(self._kept) > self._most:
             heapq.heappop(self._kept)
 

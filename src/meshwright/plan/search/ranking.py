@@ -11,11 +11,12 @@ from typing import Final
 
 from meshwright.errors import ConfigError, PlanError
 from meshwright.hardware import ClusterSpec
-from meshwright.plan.costs.setup import Setup
+from meshwright.plan.costs.setup import Setup, run_again
+from meshwright.plan.costs.step_cost import PassesCost
 from meshwright.plan.costs.step_costs import StepCosts
 from meshwright.plan.search.candidate import Candidate, base_setup, plan_of, setup_of
 from meshwright.plan.search.explanation import reasons_for
-from meshwright.plan.search.mixes import Fastest, Mix
+from meshwright.plan.search.mixes import Fastest, Group, Mix, Split
 from meshwright.plan.search.space import (
     Choice,
     Rejected,
@@ -45,6 +46,9 @@ _MOST_NEAR: Final = 20
 """Candidates just above the memory whose stages are cut as the runtime does it, where few fit: they may need less [count]."""
 
 
+_FASTER: Final = 0.98
+"""Of the time of the best plan that fits: what is at most as long, and does not fit, would be worth more memory [ratio]."""
+
 _PEAK: Final = operator.attrgetter("peak")
 
 
@@ -56,12 +60,13 @@ class FoundPlans:
     fitting: list[Candidate]
     """The best of those that fit, the fastest first."""
     misses: list[Candidate]
-    """Those that need the least more memory, the least first."""
+    """Where none fits, those that need the least more memory, the least first."""
     faster_misses: list[Candidate]
     """Those that would be faster than the best one if they fitted, by the memory that they lack."""
     examples: dict[str, Rejected]
     """Rule -> the first degrees that it left out."""
-    num_costed: int
+    num_mixes: int
+    """All mixes that no rule leaves out [count]."""
     limit_bytes: float
 
 
@@ -177,30 +182,40 @@ def _require_its_sequence(spec: ModelSpec, train: TrainSpec) -> None:
 
 
 def search(costs: StepCosts, task: Task, *, top: int, memory_fraction: float) -> FoundPlans:
-    """Cost every mix, and keep the best."""
+    """Cost every mix that may matter, and keep the best."""
     limit = task.cluster.device.memory_bytes * memory_fraction
     base = base_setup(task.model, task.train)
     found = FoundPlans(task, [], [], [], {}, 0, limit)
-    fitting, missing = Fastest(_KEPT * top), list[Mix]()
-    for mix in _all_mixes(costs, base, found):
-        if mix.peak > limit:
-            missing.append(mix)
-        elif fitting.may_take(mix, costs):
-            fitting.take(mix.candidate(costs))
+    # What is quick at best comes first, so that the rest need not be costed.
+    groups = sorted(_all_groups(costs, base, found), key=operator.attrgetter("least_key"))
+    fitting, missing, num_costed = Fastest(_KEPT * top), list[Mix](), 0
+    while num_costed < len(groups) and fitting.may_take_any(groups[num_costed]):
+        for mix in _mixes_of(groups[num_costed], base, costs, task):
+            if mix.peak > limit:
+                missing.append(mix)
+            elif fitting.may_take(mix, costs):
+                fitting.take(mix.candidate(costs), mix.place)
+        num_costed += 1
+    rest = groups[num_costed:]
     recut = _as_cut(fitting.ranked(), base, costs, task)
     near: list[Mix] = []
     if sum(one.peak <= limit for one in recut) < top:  # stages as they will be cut may need less
+        missing = _with_others(missing, rest, base, costs, found)
+        rest = []
         near = heapq.nsmallest(_MOST_NEAR, missing, key=_PEAK)
         recut += _as_cut([mix.candidate(costs) for mix in near], base, costs, task)
     found.fitting = sorted((one for one in recut if one.peak <= limit), key=Candidate.key)[:top]
+    if found.fitting:
+        limit_s = _FASTER * found.fitting[0].cost.step_s
+        missing = _with_others(missing, [one for one in rest if one.least_s < limit_s], base, costs, found)
     tried = set(map(id, near))
     others = [mix for mix in missing if id(mix) not in tried]
     _note_misses(found, others, [one for one in recut if one.peak > limit], costs)
     return found
 
 
-def _all_mixes(costs: StepCosts, base: Setup, found: FoundPlans) -> Iterator[Mix]:
-    """Yield every mix with its memory, but for those that run something again and save nothing; note what rules leave out."""
+def _all_groups(costs: StepCosts, base: Setup, found: FoundPlans) -> Iterator[Group]:
+    """Yield every mix of degrees and order with the least time of its steps; note what rules leave out."""
     task = found.task
     for degrees in all_degrees(task):
         rejected = rule_against(degrees, task)
@@ -213,34 +228,59 @@ def _all_mixes(costs: StepCosts, base: Setup, found: FoundPlans) -> Iterator[Mix
             setup_of(base, degrees, Choice(zero, shard, "1f1b", 1, "none", offload), task.train)
             for zero, shard, offload in shardings
         ]
-        without: list[float] = []
+        split = Split(degrees, shardings, setups)
         for schedule, virtual, recompute in all_orders(degrees, task):
-            order = setup_of(base, degrees, Choice(0, None, schedule, virtual, recompute, "none"), task.train)
-            passes = costs.passes(order)
-            peaks = [costs.memory_with(passes, setup).peak for setup in setups]
-            found.num_costed += len(peaks)
-            if recompute == "none":
-                without = peaks
-            for sharding, setup, peak, least in zip(shardings, setups, peaks, without, strict=True):
-                if recompute == "none" or peak < least:
-                    yield Mix(degrees, (schedule, virtual, recompute), sharding, passes, setup, peak)
+            least_s = costs.least_order_s(setups[0], schedule, virtual, run_again(recompute))
+            yield Group(found.num_mixes, split, schedule, virtual, recompute, least_s)
+            found.num_mixes += len(shardings)
+
+
+def _mixes_of(group: Group, base: Setup, costs: StepCosts, task: Task) -> list[Mix]:
+    """Return a group's mixes with their memory, but for those that run something again and save nothing."""
+    split, without = group.split, group.split.without
+    order = (group.schedule, group.virtual)
+
+    def costed(recompute: str) -> tuple[PassesCost, list[float]]:
+        choice = Choice(0, None, *order, recompute, "none")
+        passes = costs.passes(setup_of(base, split.degrees, choice, task.train))
+        return passes, [costs.memory_with(passes, setup).peak for setup in split.setups]
+
+    passes, peaks = costed(group.recompute)
+    if group.recompute == "none":
+        without[order] = peaks
+    elif order not in without:
+        without[order] = costed("none")[1]
+    return [
+        Mix(group, index, passes, peak)
+        for index, (peak, least) in enumerate(zip(peaks, without[order], strict=True))
+        if group.recompute == "none" or peak < least
+    ]
+
+
+def _with_others(
+    missing: list[Mix], groups: Iterable[Group], base: Setup, costs: StepCosts, found: FoundPlans
+) -> list[Mix]:
+    """Return mixes that miss the memory and those of further groups, in the order of all mixes."""
+    more = (mix for group in groups for mix in _mixes_of(group, base, costs, found.task))
+    return sorted([*missing, *(mix for mix in more if mix.peak > found.limit_bytes)], key=operator.attrgetter("place"))
 
 
 def _note_misses(found: FoundPlans, missing: Sequence[Mix], recut: Sequence[Candidate], costs: StepCosts) -> None:
-    """Note the mixes that miss the memory by the least, and those that would be faster than the best; both the nearest first.
+    """Note the mixes that miss the memory by the least, where none fits; else those faster than the best; the nearest first.
 
     Args:
         found: What the search found; it has the plans that fit.
-        missing: Those that miss.
+        missing: Those that miss: all of them where none fits, else at least those that may be faster.
         recut: Those that do so with the stages that the runtime will make.
         costs: Costs them.
     """
     nearest = sorted([*missing, *recut], key=_PEAK)
-    found.misses = [one.candidate(costs) for one in nearest[:3]]
-    if found.fitting:
-        limit_s = found.fitting[0].cost.step_s * 0.98
-        quick = (one.candidate(costs) for one in nearest if one.least_s(costs) < limit_s)
-        found.faster_misses = list(itertools.islice((one for one in quick if one.cost.step_s < limit_s), 3))
+    if not found.fitting:
+        found.misses = [one.candidate(costs) for one in nearest[:3]]
+        return
+    limit_s = _FASTER * found.fitting[0].cost.step_s
+    quick = (one.candidate(costs) for one in nearest if one.least_s(costs) < limit_s)
+    found.faster_misses = list(itertools.islice((one for one in quick if one.cost.step_s < limit_s), 3))
 
 
 def _as_cut(candidates: Iterable[Candidate], base: Setup, costs: StepCosts, task: Task) -> list[Candidate]:

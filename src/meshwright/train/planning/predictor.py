@@ -44,6 +44,8 @@ class Foreseen:
 
     prediction: Prediction | None
     why_not: str = ""
+    turn_s: float = 0.0
+    """The pace of the machine when it was measured; see `ClusterSpec`."""
 
 
 class Predictor:
@@ -87,7 +89,7 @@ class Predictor:
             # A step of a plan in bf16 is one whatever the configuration's key says.
             train = dataclasses.replace(known.train, precision=plan.precision)
             prediction = predict_plan(known.model, cluster, train, plan)
-            return Foreseen(self._with_messages(prediction, plan, known))
+            return Foreseen(self._with_messages(prediction, plan, known), turn_s=cluster.turn_s)
         except StoppedOnRequest:
             raise  # while the machine was measured
         except ConfigError as error:
