@@ -29,6 +29,7 @@ from meshwright.apply.pipeline.tracing.functions import (
     refuse_gradient,
     writes_to,
 )
+from meshwright.apply.pipeline.tracing.reads import may_read, read_tensors
 from meshwright.apply.pipeline.tracing.scene import (
     places_of_call,
     plain_tensors,
@@ -51,6 +52,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
     values_in,
 )
+from meshwright.apply.pipeline.walking.without_numbers import run_plain
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
@@ -265,8 +267,12 @@ class StageForward(Bookkeeping):
         if func in DIFFERENTIATES:
             refuse_gradient(func, args, kwargs)
         target = writes_to(func, args, kwargs)
+        is_read = may_read(func) and not (self._way.is_over or self._way.in_hook)  # those may run on one stage only
+        read = self._send_read(read_tensors(func, args, kwargs), self._stage_map.num_stages) if is_read else []
         if home == self.stage or (home is None and not [value for value in values if value.real is None]):
             given: Any = (args, kwargs)
+            for value in read:
+                self.real(value)  # in the order in which they are sent
             if [value for value in values if value.stand_in is not None]:
                 given = replace_tensors(given, self._real_if_known)
             return self._run_here(func, given[0], given[1], home, target)
@@ -276,6 +282,9 @@ class StageForward(Bookkeeping):
             pass_over_draw()  # the stage that runs it numbers it
         if target is not None:
             return self._write_elsewhere(func, target, values, home)
+        if read:
+            found = run_plain(func, *self._with_read((args, kwargs), read))
+            return self._stand_in(Known(replace_tensors(found, Meta.of)), home)
         return self._stand_in(self._shapes.of_function(func, args, kwargs, home), home)
 
     def _run_here(
