@@ -27,6 +27,7 @@ from tests.parity.jobs.never_wrong_pipeline_reads import (
     ReadsTheLast,
     Replaces,
     SharedVector,
+    Unchanged,
     WritesParts,
 )
 from tests.parity.jobs.never_wrong_pipeline_slopes import InnerStep, Penalty, Slopes
@@ -265,6 +266,7 @@ SCRIPTS: dict[str, Script] = {
     "reads_inside": Script(ReadsInside, evaluates=(1,)),
     "writes_parts": Script(WritesParts, evaluates=(1,)),
     "shared_vector": Script(SharedVector),
+    "unchanged": Script(Unchanged, evaluates=(1,)),
     "replaces": Script(Replaces, attributes=("kind", "calls")),
     "installs": Script(Installs),
     "unpadded": Script(Unpadded, lengths_batch, mean_over_samples, steps=4),
