@@ -116,9 +116,9 @@ class _Marked(nn.Embedding):
         super().__init__(8, WIDTH)
         self.extra = extra
 
-    def forward(self, ids: Tensor) -> Tensor:
-        out = super().forward(ids)
-        out[ids == 3] = self.extra.to(out.dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        out[input == 3] = self.extra.to(out.dtype)
         return out
 
 
@@ -175,12 +175,17 @@ class Replaces(nn.Module):
         if self.kind == "slow" and x.shape[1] < 100:
             self.kind = "fast"
             for block in self.blocks:
-                inner: Any = _Fast()
+                assert isinstance(block, _Chooses)
+                inner = _Fast()
                 inner.line = block.inner.line
                 block.kind, block.inner = "fast", inner
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def _double(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    return 2 * output
 
 
 class _Installs(nn.Module):
@@ -192,7 +197,7 @@ class _Installs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not getattr(self.inner, "is_installed", False):
-            self.inner.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+            self.inner.register_forward_hook(_double)
             self.inner.is_installed = True  # pyright: ignore[reportArgumentType] - of user code's kind
         return self.other(self.inner(x))
 

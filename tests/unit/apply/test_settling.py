@@ -19,12 +19,12 @@ def run(module: nn.Module) -> Tensor:
 def test_layers_that_the_first_batch_replaces_are_kept_and_counts_are_not() -> None:
     module = Replaces()
     names, before = [name for name, _ in module.named_parameters()], Children(module)
-    lines = [block.inner.line for block in module.blocks]
+    lines = [block.get_submodule("inner.line") for block in module.blocks]
     assert settle(module, run, CPU)
     assert before.have_changed()
     assert (module.kind, module.calls) == ("fast", 0)
     assert [type(block.inner).__name__ for block in module.blocks] == ["_Fast"] * 4
-    assert [block.inner.line for block in module.blocks] == lines
+    assert [block.get_submodule("inner.line") for block in module.blocks] == lines
     assert [name for name, _ in module.named_parameters()] == names
     assert not settle(module, run, CPU)
 
@@ -44,15 +44,15 @@ class _Grows(nn.Module):
         super().__init__()
         self.line, self.log = nn.Linear(6, 6), [0]
         self.last: Tensor | None = None
-        self.register_buffer("mean", torch.zeros(6))
+        self.mean = nn.Buffer(torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "more"):
             self.more = nn.Linear(6, 6)
         self.log.append(1)
         self.mean += 1
-        self.last = self.more(self.line(x))
-        return self.last
+        self.last = last = self.more(self.line(x))
+        return last
 
 
 def test_new_parameters_are_not_kept() -> None:

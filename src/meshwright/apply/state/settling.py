@@ -137,7 +137,7 @@ class _State:
         start = len(self._attributes)
         pairs = zip(self.then[start : start + len(self._children)], self._children, strict=True)
         return not any(
-            then.get(key) is not now.get(key) and any(_is_held(table[key]) for table in (then, now) if table.get(key))
+            then.get(key) is not now.get(key) and (_is_held(then.get(key)) or _is_held(now.get(key)))
             for then, now in pairs
             for key in then.keys() | now.keys()
         )
@@ -171,8 +171,10 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _is_held(child: nn.Module) -> bool:
+def _is_held(child: nn.Module | None) -> bool:
     """Tell whether a module holds tensors of its own, or anything of ours: then another one cannot take its place."""
+    if child is None:
+        return False
     tensors = [*child._parameters.values(), *child._buffers.values()]
     hooks = [hook for name in _TABLES for hook in (vars(child).get(name) or {}).values() if callable(hook)]
     is_ours = any(str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in hooks)
