@@ -102,7 +102,8 @@ class Flow:
             num_stages: Stages to cut it into [count].
         """
         mine, theirs = ({*flow.reads, *flow.leaks, *flow.shared} for flow in (self, finer))
-        return bool(theirs - mine) or (finer.firsts.keys() != self.firsts.keys() and len(self.calls) >= num_stages)
+        reads_more = bool(finer.firsts.keys() - self.firsts.keys())
+        return bool(theirs - mine) or (reads_more and len(self.calls) >= num_stages)
 
     def refuse(self) -> None:
         """Raise if the forward cannot be cut into stages.
