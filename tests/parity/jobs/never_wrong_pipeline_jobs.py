@@ -21,6 +21,7 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
 )
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
 from tests.parity.jobs.never_wrong_pipeline_reads import (
+    DeepCache,
     FirstReads,
     Installs,
     ReadsInside,
@@ -266,6 +267,7 @@ SCRIPTS: dict[str, Script] = {
     "reads_inside": Script(ReadsInside, evaluates=(1,)),
     "writes_parts": Script(WritesParts, evaluates=(1,)),
     "shared_vector": Script(SharedVector),
+    "deep_cache": Script(DeepCache, evaluates=(1,)),
     "unchanged": Script(Unchanged, evaluates=(1,)),
     "replaces": Script(Replaces, attributes=("kind", "calls")),
     "installs": Script(Installs),

@@ -109,6 +109,40 @@ class Unchanged(nn.Module):
         return self.blocks[3](h + same * mask) * mask
 
 
+class _Kept:
+    """An object of a user's class, with whatever it is given."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+class _Keeps(nn.Module):
+    """Adds its input to what a cache deep inside of an argument has for it, and then reads a number."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.line, self.place = nn.Linear(WIDTH, WIDTH), place
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        own = cache.first.layers[self.place]
+        own.keys = x if own.keys is None else torch.cat([own.keys, x], -1)
+        return self.line(own.keys if x.sum().item() < 9e9 else -own.keys).tanh()
+
+
+class DeepCache(nn.Module):
+    """Layers that need numbers, and write into a cache of caches before they do: it is as before when they run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Keeps(place) for place in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = _Kept(first=_Kept(layers=[_Kept(keys=None) for _ in self.blocks]))
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
 class _Marked(nn.Embedding):
     """An embedding in which one token has a vector of its own, a parameter that `.to()` gives back as it is."""
 

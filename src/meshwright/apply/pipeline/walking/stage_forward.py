@@ -31,6 +31,7 @@ from meshwright.apply.pipeline.tracing.functions import (
 )
 from meshwright.apply.pipeline.tracing.reads import may_read, read_tensors
 from meshwright.apply.pipeline.tracing.scene import (
+    DEEP,
     places_of_call,
     plain_tensors,
     substitute,
@@ -216,7 +217,7 @@ class StageForward(Bookkeeping):
         with without_function_modes():
             given: list[Tensor] = []
             if known.writes or known.effects:
-                given = tensors_of_call(*call, places_of_call(*call))
+                given = tensors_of_call(*call, places_of_call(*call, depth=DEEP))
             for place, meta in known.writes:
                 self._write_remote(given[place], meta, stage)
         if known.effects:
