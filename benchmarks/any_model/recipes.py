@@ -88,6 +88,8 @@ def prepared(model: nn.Module, dropout: float = 0.0) -> nn.Module:
             )
             if is_rate and (name != "p" or "Drop" in type(module).__name__):
                 setattr(module, name, dropout if "dropout" in name or name == "p" else 0.0)
+            if value is torch.float32:  # to which a forward casts: a router's
+                setattr(module, name, torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

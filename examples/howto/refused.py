@@ -12,17 +12,15 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Gated(nn.Module):
-    """Runs its second layer or not, by a number that its first layer has computed."""
+    """Doubles its outputs or not, by a number that its last layer has computed."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x):
-        x = self.first(x)
-        if x.sum() > 0:
-            x = self.second(x)
-        return self.last(x)
+        x = self.last(self.second(self.first(x)))
+        return 2 * x if x.sum() > 0 else x
 
 
 def contrastive(outputs, batch):

@@ -77,6 +77,11 @@ def test_equals_a_plain_loop_with_several_stages_a_rank(name: str) -> None:
     _assert_equal(name, "pp=2,schedule=zbv")
 
 
+@pytest.mark.parametrize("plan", ["tp=2"])
+def test_layers_that_the_first_batch_replaces_under_other_plans(plan: str) -> None:
+    _assert_equal("replaces", plan)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved,virtual=2"])
 def test_parts_around_layers_of_other_stages_are_proven_without_their_numbers(schedule: str) -> None:
     # Without gradients the proof of a stage that only passes by failed, was remembered, and made stages take different ways.

@@ -217,12 +217,17 @@ def test_inputs_that_every_stage_needs() -> None:
             assert losses == pytest.approx(expected, rel=1e-11)
 
 
+def test_what_the_layers_of_the_first_stage_decide() -> None:
+    # A loop looks at its layer's results to decide what comes next: the head alone is left for the other stage.
+    assert_distributed_parity("data_dependent", 2, Setting(num_samples=5, num_steps=2), plan_text="pp=2")
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
-    # It looks at a layer's result to decide what comes next.
-    for message, fix in testing.run_ranks(refusal_of_case, 2, "data_dependent", "pp=2"):
+    # No layer is left for a third stage.
+    for message, fix in testing.run_ranks(refusal_of_case, 3, "data_dependent", "pp=3"):
         assert "reads values between its layers" in message
         assert fix is not None
-        assert "pp=1" in fix
+        assert "pp=2" in fix
 
 
 @pytest.mark.parametrize("name", ["mlp", "lora"])

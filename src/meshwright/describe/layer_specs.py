@@ -101,10 +101,11 @@ class LayerAssembly:
             for first, last in self._recorder.spans_of(self._parameters.buffered)
         ]
         if self._recorder.reads_between and len(self._order) > 1:
-            found.append(LayerBond(first=shown_name(self._order[0]), last=shown_name(self._order[-1]), when="always"))
+            last = self._recorder.reads_until
+            found.append(LayerBond(first=shown_name(self._order[0]), last=shown_name(last), when="always"))
             self.notes.append(
-                f"the code between the layers ({self._recorder.reads_between}) reads values that layers compute: a pipeline's "
-                "stages would need them before they are there"
+                f"the code between the layers ({self._recorder.reads_between}) reads values that layers compute: a pipeline has "
+                f"all layers up to '{shown_name(last)}' on its first stage"
             )
         return tuple(found)
 

@@ -123,6 +123,7 @@ class ForwardRecorder(Constants):
         """The innermost module that is running."""
         self.reads_between: str = ""
         """The module whose code, between the layers, has read values that layers compute; "the model itself" for the root."""
+        self._last_read = -1  # place of the last step whose values the code between the layers has read
         self._layers = set(layers)
         self._in_turn: list[str] = []  # a layer for each call
         self._whole = LayerCall(num_calls=1)
@@ -311,8 +312,15 @@ class ForwardRecorder(Constants):
             if place not in seen:
                 seen.add(place)
                 waiting += self.steps[place].inputs
-        if any(self.steps[place].weights for place in seen):
+        weighted = [place for place in seen if self.steps[place].weights]
+        if weighted:
             self.reads_between = self.where or "the model itself"
+            self._last_read = max(self._last_read, *weighted)
+
+    @property
+    def reads_until(self) -> str:
+        """The last layer whose values the code between the layers has read."""
+        return self.steps[self._last_read].layer
 
     def spans_of(self, layers: Collection[str]) -> list[tuple[str, str]]:
         """Return the first and the last layer of what runs from each of these layers' first call to its last."""

@@ -31,6 +31,7 @@ loss_graph      which models and parameters a loss comes from
 autocast        autocast around a step
 diagnose        origin of a NaN, and the error that names it
 put_back        what a step puts back
+structure       modules that the first forward replaces
 
 To add a check of each step, add a term in `agreement.py`, which all ranks sum anyway.
 """

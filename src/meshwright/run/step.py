@@ -41,6 +41,7 @@ from meshwright.run.own_draws import OwnDraws
 from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
 from meshwright.run.result import StepResult
 from meshwright.run.sentinels.sentinels import Sentinels
+from meshwright.run.structure import settle_structure
 from meshwright.run.work import LossWork
 from meshwright.trees import move_to
 
@@ -226,11 +227,13 @@ class Stepper:
             self._settle_loss(parts)
             return
         self.refuse_early_change()
+        first_run = self._terms.first_run(parts[0]) if parts else None
         with memory_returned():
-            self._settle_loss(parts)
+            if settle_structure(self.engine, first_run, lambda: self._settle_loss(parts)):
+                self._watch()
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with in_training_mode(self.engine.module), unchanged_draws(self.engine):
-                self.engine.prepare(self._terms.first_run(parts[0]) if parts else None)
+                self.engine.prepare(first_run)
                 if self.draws is not None:
                     self.draws.learn_cut(self.splitter, self._try_term)
             self.is_now_prepared()
@@ -242,13 +245,8 @@ class Stepper:
         return self.rule.try_term(outputs, batch, 1.0)
 
     def _settle_loss(self, parts: list[Any]) -> None:
-        self._watch_loss.is_cut = settle_loss(
-            self.rule,
-            self.engine,
-            self.splitter,
-            parts,
-            micro_batches=None if self.micro_batch_size else self.micro_batches,
-        )
+        num_parts = None if self.micro_batch_size else self.micro_batches
+        self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, micro_batches=num_parts)
         if self.draws is not None and not self.draws.is_known:
             self.draws.learn(enough_samples(parts, self.splitter), self.splitter, self._try_term)
 

@@ -20,6 +20,17 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
     seed_python,
 )
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
+from tests.parity.jobs.never_wrong_pipeline_reads import (
+    DeepCache,
+    FirstReads,
+    Installs,
+    ReadsInside,
+    ReadsTheLast,
+    Replaces,
+    SharedVector,
+    Unchanged,
+    WritesParts,
+)
 from tests.parity.jobs.never_wrong_pipeline_slopes import InnerStep, Penalty, Slopes
 from tests.parity.jobs.never_wrong_pipeline_states import (
     Activations,
@@ -241,7 +252,7 @@ REFUSED = {
     "inner_step": "other parameters than its own",
     "late_mean": "its own stage or from an earlier one",
     "leaks": "has made inside",
-    "chosen_rows": "would need its values",
+    "reads_the_last": "reads values between its layers",
     "compiled": "is compiled",
     "late_mixing": "mixes the samples",
     "signs": "a parameter that other stages hold",
@@ -251,6 +262,15 @@ REFUSED = {
 
 SCRIPTS: dict[str, Script] = {
     "chosen_rows": Script(ChosenRows),
+    "first_reads": Script(FirstReads, evaluates=(1,)),
+    "reads_the_last": Script(ReadsTheLast),
+    "reads_inside": Script(ReadsInside, evaluates=(1,)),
+    "writes_parts": Script(WritesParts, evaluates=(1,)),
+    "shared_vector": Script(SharedVector),
+    "deep_cache": Script(DeepCache, evaluates=(1,)),
+    "unchanged": Script(Unchanged, evaluates=(1,)),
+    "replaces": Script(Replaces, attributes=("kind", "calls")),
+    "installs": Script(Installs),
     "unpadded": Script(Unpadded, lengths_batch, mean_over_samples, steps=4),
     "gradual": Script(Stack, before=gradual, evaluates=(1,), steps=4),
     "switched": Script(Stack, before=switch_everywhere, steps=4),

@@ -2,6 +2,7 @@
 
 Each stage runs the user's whole forward. It computes its own layers and holds stand-ins for the tensors of all others.
 
+first_forward   the trace, seen by one rank for all
 tracing/        trace of one plain forward: calls, costs, and tensors that pass between calls
 walking/        one stage's forward of one micro-batch
 ownership/      parameters and buffers of other stages: removed, tied, gathered

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from meshwright.apply.data.base import make_copies_equal
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
-from meshwright.apply.first_look import tell_everyone
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.gradient_sums import GradientExit
 from meshwright.apply.held_state import HeldPart
@@ -21,6 +20,7 @@ from meshwright.apply.nested import OuterEngine
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.pipeline.executor import ScheduleExecutor, make_schedule
 from meshwright.apply.pipeline.expected_bytes import PipelineForecast, StagePlaces
+from meshwright.apply.pipeline.first_forward import see_calls
 from meshwright.apply.pipeline.ownership.early_copies import EarlyCopies
 from meshwright.apply.pipeline.ownership.holding import keep_only
 from meshwright.apply.pipeline.ownership.whole_buffers import buffers_elsewhere, spread_buffers
@@ -28,7 +28,6 @@ from meshwright.apply.pipeline.p2p import Post
 from meshwright.apply.pipeline.placed import Placed
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tracing.call_trace import Flow
-from meshwright.apply.pipeline.tracing.observation import observe
 from meshwright.apply.pipeline.walking.stage_forward import is_own
 from meshwright.apply.pipeline.walking.unit_hooks import UnderWay, refuse_compiled, refuse_functional_call
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
@@ -123,14 +122,10 @@ class PipelineEngine(OuterEngine):
             return
         layout = None if self._tensor is None else self._tensor.find_layout(run)
         closed = set[str]() if layout is None else closed_units(layout)
-        is_cut, num_stages = self._tensor is not None, self._plan.num_stages
-
-        def look(run: Callable[[nn.Module], Any]) -> dict[str, Any]:
-            # On a copy what is cut afterwards: it must not have a graph, which knows parameters' shapes.
-            return observe(self.module, run, num_stages=num_stages, closed=closed, on_copy=is_cut).to_json()
-
-        flow = Flow.from_json(tell_everyone(self._everyone, self.device, self.module, run, look))
-        flow.refuse()
+        # On a copy what is cut afterwards: it must not have a graph, which knows parameters' shapes.
+        on_copy, num_stages = self._tensor is not None, self._plan.num_stages
+        look = (self._everyone, self.device, self.module, run)
+        flow = see_calls(*look, num_stages=num_stages, closed=closed, on_copy=on_copy)
         self._copies_before.end()
         self._place(flow, None if layout is None else without_spanning(layout, flow.units))
 
@@ -174,6 +169,11 @@ class PipelineEngine(OuterEngine):
         lines = [
             f"pp={self.pp_group.size} cuts {len(stages)} layers into {plan.num_stages} stages: {shares} of the work"
         ]
+        firsts = self._placed.stage_map.flow.firsts
+        if firsts:
+            lines.append(
+                f"code between the layers reads values, which the first stage tells the others: {'; '.join([*firsts][:2])}"
+            )
         if tied:
             lines.append(f"used on several stages, gradients summed: {', '.join(tied[:4])}")
         detailed = plan.replace(stages=stages, reasons=(*plan.reasons, *lines))

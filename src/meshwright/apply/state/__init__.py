@@ -5,6 +5,7 @@ Trial forwards, recompute and inspections run user code a second time and must l
 attributes       attributes and buffers of modules at a moment
 buffers          buffers by name
 hook_tables      hooks of modules
+settling         what a first forward builds once
 outside          globals, closures, class attributes and objects
 libraries        packages whose code is not searched
 generators       random generators made by user code

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.expected_bytes import count_crossings
+from meshwright.apply.pipeline.notes import digest_of
 from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.observation import observe
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
@@ -68,3 +69,60 @@ def test_a_layer_that_holds_something_cannot_run_before_its_tensors() -> None:
     assert stage_map.place_of_call("drop", 0, module.drop, [0, None, 1]) == 1
     with pytest.raises(ApplyError, match=r"'first' is on stage 0 and takes a tensor that stage 1 computes"):
         stage_map.place_of_call("first", 0, module.first, [1])
+
+
+class Opened(nn.Module):
+    """A heavy layer that reads a value between its own layers."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.reads = nn.Linear(6, 64), nn.Linear(64, 6), reads
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.wide(inputs)
+        return self.narrow(hidden if not self.reads or hidden.sum().item() < 9e9 else -hidden)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_heavy_layer_whose_own_code_reads_values_stays_in_one_piece(reads: bool) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Opened(reads=reads), nn.Linear(6, 6))
+    flow = observe(module, lambda copy: copy(torch.ones(4, 6)).sum(), num_stages=2, closed=(), on_copy=False)
+    assert flow.units == (("0", "1", "2") if reads else ("0", "1.wide", "1.narrow", "2"))
+    assert not flow.firsts
+
+
+class ReadsBetween(nn.Module):
+    """Reads a value of its second layer, and rows that the third layer chooses or not."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        self.layers, self.late = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), late
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layers[1](self.layers[0](inputs))
+        hidden = hidden if bool((hidden > -9e9).all()) else -hidden
+        third = self.layers[2](hidden)
+        return self.layers[3](third[third[:, 0] > -9e9] if self.late else third)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_layers_up_to_the_one_whose_values_are_read_are_on_the_first_stage(late: bool) -> None:
+    module = ReadsBetween(late=late)
+    stage_map = _cut(module, {})
+    assert stage_map.stages == {"layers.0": 0, "layers.1": 0, "layers.2": 0 if late else 1, "layers.3": 1}
+    assert stage_map.flow.num_first == 2 + late
+    assert "__bool__() of a tensor of 'layers.1'" in stage_map.flow.reasons()[0]
+
+
+def test_what_no_stage_is_left_for_is_refused() -> None:
+    class Ends(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            hidden = super().forward(input)
+            return hidden if hidden.sum().item() < 9e9 else -hidden
+
+    with pytest.raises(ApplyError, match="reads values between its layers"):
+        _cut(Ends(nn.Linear(6, 6), nn.Linear(6, 6)), {})
+
+
+def test_a_digest_of_no_entries() -> None:
+    assert digest_of(torch.empty(0, 3)) == digest_of(torch.empty(0))

@@ -2,15 +2,17 @@
 
 One rank runs the first batch on the plain model and records the calls of layers, their cost and what passes between them.
 
-observation   the traced forward
+observation   the traced forward, with units that are small enough
+observer      calls of units in one forward, and what passes between them
 call_trace    calls of layers in order: cost, parameters, reads and writes
 functions     torch functions between layers: which of their arguments they write
+reads         torch functions whose result depends on values
 scene         containers, objects and attributes that a call can write into
 memory        memory that several tensors share
 shared_state  state that a layer changes and other code uses
 stage_map     the stage of each call, the stages of each parameter
 
-To record something more, touch `observation.py`, add a field in `call_trace.py` and use it in `stage_map.py`.
+To record something more, touch `observer.py`, add a field in `call_trace.py` and use it in `stage_map.py`.
 """
 
 __all__: list[str] = []

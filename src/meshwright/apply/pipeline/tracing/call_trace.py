@@ -42,7 +42,10 @@ class Flow:
         units: Names of the modules whose calls are assigned to stages.
         idle: Unit's name -> FQNs of its parameters, for units that were not called.
         draws: Whether the code between the units drew random numbers, by which it may leave units out.
-        reads: What the model's code between the units read of a tensor that a unit computes, as text.
+        reads: What the model's code between the units read of a tensor that a unit computes, in ways that other stages cannot
+            follow, as text.
+        firsts: What it read in ways that they can, once they receive the tensor, as text -> the place of the call that computes
+            it. All calls up to that one belong to the first stage: a stage before it would have to wait for the tensor.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
@@ -67,6 +70,7 @@ class Flow:
     shared: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     has_loss_beside: bool = False
+    firsts: dict[str, int] = dataclasses.field(default_factory=dict)
     bonds: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -79,6 +83,27 @@ class Flow:
         fields = _with_tuples(value)
         calls = tuple(UnitCall(**call) for call in fields.pop("calls"))
         return cls(calls=calls, **fields)
+
+    @property
+    def num_first(self) -> int:
+        """Calls that belong to the first stage, since code between units reads values of theirs [count]."""
+        return 1 + max(self.firsts.values(), default=-1)
+
+    def reasons(self) -> list[str]:
+        """Return what a plan says of it: what the first stage tells the others."""
+        read = "; ".join([*self.firsts][:2])
+        return [f"code between the layers reads values, which the first stage tells the others: {read}"] if read else []
+
+    def is_better_than(self, finer: Flow, num_stages: int) -> bool:
+        """Tell whether the same forward in smaller units has obstacles that this one has not, or reads inside of its units.
+
+        Args:
+            finer: The forward with one of the units opened.
+            num_stages: Stages to cut it into [count].
+        """
+        mine, theirs = ({*flow.reads, *flow.leaks, *flow.shared} for flow in (self, finer))
+        reads_more = bool(finer.firsts.keys() - self.firsts.keys())
+        return bool(theirs - mine) or (reads_more and len(self.calls) >= num_stages)
 
     def refuse(self) -> None:
         """Raise if the forward cannot be cut into stages.

@@ -6,7 +6,7 @@ alias of which another stage holds a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Memory:
         """Whether there is anything to refuse."""
         self.has_inputs = False
         """Whether one stage alone has written into a tensor that each of them has of its own, such as one of the batch."""
-        self._inputs: list[Tensor] = []
+        self._inputs: list[tuple[Tensor, StageValue, int | None]] = []
         self._stage = stage
         self._copies: list[tuple[StageValue, Tensor]] = []
         self._moved: dict[int, Tensor] = {}
@@ -51,25 +51,38 @@ class Memory:
             self._moved[place] = tensor  # held: another one must not come to lie at its address
             self.is_touched = True
 
-    def note_input(self, tensor: Tensor) -> None:
-        """Record that one stage has written into a tensor that each of them has of its own."""
+    def note_input(self, tensor: Tensor, value: StageValue) -> None:
+        """Record that one stage has written into a tensor that each of them has of its own.
+
+        Args:
+            tensor: The tensor.
+            value: What is known of it from now on: the stage that has what was written.
+        """
         if memory_key(tensor) is not None:
-            self._inputs.append(tensor)
+            self._inputs.append((tensor, value, value.home))
             self.has_inputs = True
 
-    def refuse_inputs(self, tensors: Iterable[Tensor]) -> None:
-        """Refuse code that uses tensors of its own stage, of no known home, whose memory one stage alone has written into.
+    def writer_of(self, tensor: Tensor) -> tuple[int, bool] | None:
+        """Return the stage that has written into the memory of a tensor of no known home, and whether that has a gradient.
+
+        It alone has the values of the tensor, which on one device is another name of what was written. None where none has.
 
         Raises:
-            ApplyError: It does.
+            ApplyError: Several stages have, and none has the values of all.
         """
-        for tensor in tensors:
-            if any(_overlap(tensor, written) for written in self._inputs):
-                raise ApplyError(
-                    f"a layer, or code between layers, writes into a tensor of the batch, and other code uses another one, of "
-                    f"shape {list(tensor.shape)}, that shares its memory; only the stage that writes has what was written",
-                    fix="do not write in place there (y = y + x, inplace=False), or clone() before; or use pp=1",
-                )
+        found = [entry[1:] for entry in self._inputs if _overlap(tensor, entry[0])]
+        if not found:
+            return None
+        # One that a later stage wrote into after that is a copy there, apart from this memory.
+        homes = {home for value, first in found for home in (value.home, first)}
+        home = homes.pop()
+        if homes or home is None:
+            raise ApplyError(
+                f"a layer, or code between layers, writes into a tensor of the batch, and other code uses another one, of "
+                f"shape {list(tensor.shape)}, that shares its memory; only the stage that writes has what was written",
+                fix="do not write in place there (y = y + x, inplace=False), or clone() before; or use pp=1",
+            )
+        return home, any(value.any.requires_grad for value, _ in found)
 
     def refuse_stale(self, values: Sequence[StageValue]) -> None:
         """Refuse code that uses a stale copy.

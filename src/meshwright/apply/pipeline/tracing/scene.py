@@ -35,6 +35,8 @@ _OPAQUE = (
     torch.Generator,
 )
 _DEPTH = 6
+DEEP = 8
+"""Containers and objects inside each other that a run without numbers restores: a cache of two caches has seven [count]."""
 
 
 def fields_of(item: Any) -> dict[str, Any] | None:
@@ -45,12 +47,13 @@ def fields_of(item: Any) -> dict[str, Any] | None:
     return found if type(found) is dict and found else None
 
 
-def places_in(roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> list[tuple[Path, Any]]:
+def places_in(roots: Iterable[tuple[Any, Any]], *, opens: bool = True, depth: int = _DEPTH) -> list[tuple[Path, Any]]:
     """Return (path, list or dict) of the lists, dicts and attribute dicts of objects that some roots reach, each once.
 
     Args:
         roots: (name, object) of the arguments; (name, attributes) of modules.
         opens: Whether to look into attributes of objects.
+        depth: Containers and objects inside each other [count].
     """
     found: list[tuple[Path, Any]] = []
     seen: set[int] = set()
@@ -70,16 +73,18 @@ def places_in(roots: Iterable[tuple[Any, Any]], *, opens: bool = True) -> list[t
             look((*path, VARS), fields_of(item), depth - 1)
 
     for name, root in roots:
-        look((name,), root, _DEPTH)
+        look((name,), root, depth)
     return found
 
 
-def places_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True) -> list[tuple[Path, Any]]:
+def places_of_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, opens: bool = True, depth: int = _DEPTH
+) -> list[tuple[Path, Any]]:
     """Return the places that a call can write into through its arguments; usually these are tensors alone, and there is none."""
     roots = [*enumerate(args), *kwargs.items()]
     if all(isinstance(item, Tensor) or type(item) in LEAVES for _, item in roots):
         return []
-    return places_in(roots, opens=opens)
+    return places_in(roots, opens=opens, depth=depth)
 
 
 def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
@@ -189,12 +194,17 @@ class Scene:
         args: The call's arguments.
         kwargs: Its keyword arguments.
         modules: (name, module) whose attributes it may write.
+        depth: Containers and objects inside each other that it may write, among its arguments [count].
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[tuple[str, nn.Module]] = ()
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        modules: Iterable[tuple[str, nn.Module]] = (),
+        depth: int = _DEPTH,
     ) -> None:
-        self._of_call = places_of_call(args, kwargs)
+        self._of_call = places_of_call(args, kwargs, depth=depth)
         self.given = tensors_of_call(args, kwargs, self._of_call)
         self._places = [*self._of_call, *places_of_modules(modules)]
         self._before = [_copy(place) for _, place in self._places]

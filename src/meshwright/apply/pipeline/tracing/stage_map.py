@@ -147,6 +147,12 @@ def cut(
     costs = call_costs(module, flow)
     _refuse_unknown(flow, given)
     blocks = _blocks(module, flow, [*together, *map(set, flow.bonds.values())])
+    if len(blocks) < num_stages and flow.firsts:
+        raise ApplyError(
+            f"the forward reads values between its layers: {'; '.join([*flow.firsts][:3])}; the layers up to those belong to the "
+            f"first stage, which tells the others, and that leaves {len(blocks)} of {num_stages} stages",
+            fix=f"let the inputs alone decide, or move the code into a layer; or {_fix_for(len(blocks), rank_of_stage)}",
+        )
     if len(blocks) < num_stages:
         raise ApplyError(
             f"{len(calls)} calls of layers make {len(blocks)} pieces for {num_stages} stages (rule: a layer with buffers or "
@@ -196,6 +202,8 @@ def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list
         if place > end:
             blocks.append([])
         blocks[-1].append(place)
+        if place == 0:
+            end = max(end, flow.num_first - 1)
         if call.unit in flow.counts or any(True for _ in module.get_submodule(call.unit).buffers()):
             end = max(end, last_call[call.unit])
         for members in together:

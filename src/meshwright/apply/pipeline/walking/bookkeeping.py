@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,15 +14,18 @@ from torch.overrides import TorchFunctionMode
 from meshwright._torch_private import without_view
 from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
+from meshwright.apply.pipeline.tracing.stage_map import latest_of
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
     StandIn,
     StrayValueError,
     mark,
+    replace_tensors,
     value_of,
     values_in,
 )
+from meshwright.apply.pipeline.walking.without_numbers import zeros_like_meta
 from meshwright.apply.tensor.slices import make_whole
 from meshwright.errors import ApplyError
 from meshwright.trees import arguments_in
@@ -75,14 +80,28 @@ class Bookkeeping(TorchFunctionMode):
     def _own_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageValue]:
         """Return the values of this forward, and those of parameters that other stages hold."""
         if self._memory.has_inputs:
-            self._memory.refuse_inputs(tensor for tensor in arguments_in([args, kwargs]) if value_of(tensor) is None)
+            self._follow_written(tensor for tensor in arguments_in([args, kwargs]) if value_of(tensor) is None)
         return self._known_here(values_in(*args, kwargs) if kwargs else values_in(*args))
 
     def _values_of(self, tensors: list[Tensor]) -> list[StageValue]:
         """Return `_own_values` of these tensors."""
         if self._memory.has_inputs:
-            self._memory.refuse_inputs(tensor for tensor in tensors if value_of(tensor) is None)
+            self._follow_written(tensor for tensor in tensors if value_of(tensor) is None)
         return self._known_here([value for tensor in tensors if (value := value_of(tensor)) is not None])
+
+    def _follow_written(self, tensors: Iterable[Tensor]) -> None:
+        """Mark tensors of no known home whose memory a stage has written into under another name: their values are there."""
+        for tensor in tensors:
+            writer = self._memory.writer_of(tensor)
+            if writer is None:
+                continue
+            home, has_gradient = writer
+            if home == self.stage:
+                self._mark_own(tensor)
+                continue
+            meta = Meta.of(tensor)
+            meta = dataclasses.replace(meta, requires_grad=meta.requires_grad or has_gradient)
+            mark(tensor, StageValue(self, home, None, StandIn(meta)))
 
     def _known_here(self, found: list[StageValue]) -> list[StageValue]:
         others = [place for place, value in enumerate(found) if value.owner is not self and value.home is not None]
@@ -155,14 +174,40 @@ class Bookkeeping(TorchFunctionMode):
                 self._mail.send(tensor.detach(), stage)
                 self._memory.note_copy(value, sent)
 
+    def _send_read(self, tensors: list[Tensor], num_stages: int) -> list[StageValue]:
+        """Send values that decide a number, or the size of a result, from the first stage to all others; return them.
+
+        None where a later stage computes one: those before it would have to wait, and cannot.
+        """
+        read = self._known_here(values_in(tensors))
+        if latest_of([value.home for value in read]) != 0:
+            return []
+        for stage in range(1, num_stages):
+            if stage != self.stage:
+                self._send_all(read, stage)
+        return read
+
+    def _with_read(self, tree: Any, read: list[StageValue]) -> Any:
+        """Return arguments with these values' tensors, received from the first stage, and zeros for all others."""
+        needed = {id(value): self.real(value).detach() for value in read}
+
+        def numbers(tensor: Tensor) -> Tensor:
+            value = value_of(tensor)
+            if value is None:
+                return tensor
+            return needed[id(value)] if id(value) in needed else zeros_like_meta(Meta.of(value.any))
+
+        return replace_tensors(tree, numbers)
+
     def _note_written(self, target: Tensor, home: int | None) -> None:
         """Record that this stage has written into a tensor."""
         known = value_of(target)
         if known is None or known.owner is not self:
-            if known is None and home is not None:
-                self._memory.note_input(target)
+            is_input = known is None and home is not None
             known = StageValue(self, home, target, None)
             mark(target, known)
+            if is_input:
+                self._memory.note_input(target, known)
         known.home = home
         known.sent_to = set()
         if home is not None:
@@ -172,9 +217,10 @@ class Bookkeeping(TorchFunctionMode):
         """Record that another stage has written into a tensor."""
         value = value_of(target)
         if value is None or value.owner is not self:
-            if value is None and home is not None:
-                self._memory.note_input(target)
+            is_input = value is None and home is not None
             value = StageValue(self, home, None, None)
+            if is_input:
+                self._memory.note_input(target, value)
         elif value.home == self.stage and (real := value.real) is not None:
             self._memory.note_moved(real)
         value.lose()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
-from meshwright.apply.pipeline.tracing.scene import Scene, substitute_call
+from meshwright.apply.pipeline.tracing.scene import DEEP, Scene, substitute_call
 from meshwright.apply.pipeline.walking.remembered import Encoder, Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
@@ -91,7 +91,7 @@ class Shapes:
             twin.train(module.training)
             module, forward = twin, _forward_of_twin
             scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
-        scene = Scene(args, kwargs, scope)
+        scene = Scene(args, kwargs, scope, depth=DEEP)
         run = functools.partial(forward, module)
         generators = PythonState()
         try:

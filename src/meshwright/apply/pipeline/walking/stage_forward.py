@@ -29,7 +29,9 @@ from meshwright.apply.pipeline.tracing.functions import (
     refuse_gradient,
     writes_to,
 )
+from meshwright.apply.pipeline.tracing.reads import may_read, read_tensors
 from meshwright.apply.pipeline.tracing.scene import (
+    DEEP,
     places_of_call,
     plain_tensors,
     substitute,
@@ -51,6 +53,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
     values_in,
 )
+from meshwright.apply.pipeline.walking.without_numbers import run_plain
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
@@ -214,7 +217,7 @@ class StageForward(Bookkeeping):
         with without_function_modes():
             given: list[Tensor] = []
             if known.writes or known.effects:
-                given = tensors_of_call(*call, places_of_call(*call))
+                given = tensors_of_call(*call, places_of_call(*call, depth=DEEP))
             for place, meta in known.writes:
                 self._write_remote(given[place], meta, stage)
         if known.effects:
@@ -265,8 +268,12 @@ class StageForward(Bookkeeping):
         if func in DIFFERENTIATES:
             refuse_gradient(func, args, kwargs)
         target = writes_to(func, args, kwargs)
+        is_read = may_read(func) and not (self._way.is_over or self._way.in_hook)  # those may run on one stage only
+        read = self._send_read(read_tensors(func, args, kwargs), self._stage_map.num_stages) if is_read else []
         if home == self.stage or (home is None and not [value for value in values if value.real is None]):
             given: Any = (args, kwargs)
+            for value in read:
+                self.real(value)  # in the order in which they are sent
             if [value for value in values if value.stand_in is not None]:
                 given = replace_tensors(given, self._real_if_known)
             return self._run_here(func, given[0], given[1], home, target)
@@ -276,6 +283,9 @@ class StageForward(Bookkeeping):
             pass_over_draw()  # the stage that runs it numbers it
         if target is not None:
             return self._write_elsewhere(func, target, values, home)
+        if read:
+            found = run_plain(func, *self._with_read((args, kwargs), read))
+            return self._stand_in(Known(replace_tensors(found, Meta.of)), home)
         return self._stand_in(self._shapes.of_function(func, args, kwargs, home), home)
 
     def _run_here(
@@ -284,6 +294,8 @@ class StageForward(Bookkeeping):
         if target is None:
             result = func(*args, **kwargs)
             if isinstance(result, Tensor):
+                if args and result is args[0] and result.layout == torch.strided:
+                    result = result.view_as(result)  # `.to()` that has nothing to do: two tensors to all other stages
                 return mark(result, StageValue(self, home, result, None))
             return replace_tensors(result, lambda tensor: mark(tensor, StageValue(self, home, tensor, None)))
         known = value_of(target)

@@ -6,6 +6,7 @@ blocks of one class may hold different activations, or use their own index; unle
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -16,9 +17,11 @@ from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.place_reads import PlaceReads
+from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
 from meshwright.apply.tensor.search.deadline import Deadline
+from meshwright.apply.tensor.search.fewer_rows import with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
 from meshwright.apply.tensor.search.passed_on import PassedOn
 from meshwright.apply.tensor.search.trace import Call, Trace
@@ -50,6 +53,28 @@ class _ScopeTrial:
         self._module, self._calls = module, calls
         self._num_tp_ranks, self._drawn = num_tp_ranks, drawn
         self._made: dict[bool, Conditions] = {}
+        self._values: ScopeValues | None = None
+        self._quick: list[Experiment] | None = None
+
+    def try_quickly(self, region: Region) -> None:
+        """Try a region on a part of the first call's rows, where it has many.
+
+        Raises:
+            DisprovedError: It is wrong there already.
+        """
+        if self._quick is None:
+            self._quick = []
+            few = with_fewer_rows(self._calls[0])
+            if few is not None:
+                with contextlib.suppress(Exception):  # code that knows the number of rows
+                    self._quick = [Experiment(self._module, few, self._num_tp_ranks, values=self._shared_values())]
+        if self._quick and not region.inputs:
+            self._quick[0].prove(region)
+
+    def _shared_values(self) -> ScopeValues:
+        if self._values is None:
+            self._values = ScopeValues(self._module, self._drawn)
+        return self._values
 
     def conditions(self) -> Conditions:
         """Return the conditions of the scope as it is."""
@@ -62,7 +87,8 @@ class _ScopeTrial:
     def _of(self, module: nn.Module, calls: list[Call], *, is_narrow: bool) -> Conditions:
         if is_narrow not in self._made:
             try:
-                made = Conditions(module, calls, self._num_tp_ranks, ScopeValues(module, self._drawn))
+                values = ScopeValues(module, self._drawn) if is_narrow else self._shared_values()
+                made = Conditions(module, calls, self._num_tp_ranks, values)
             except DisprovedError:
                 raise
             except Exception as error:  # any exception of user code that runs alone
@@ -217,6 +243,7 @@ class Proving:
         smaller = None if narrowed is None else narrowed.region(region)
         with trial.reads.watched():
             if narrowed is None or smaller is None:
+                trial.try_quickly(region)
                 proven = trial.conditions().prove(region)
             else:
                 found = trial.narrow_conditions(narrowed).prove(smaller)
