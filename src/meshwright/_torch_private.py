@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -57,6 +59,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "is_in_backward",
+    "is_in_loose_checkpoint",
     "keep_forever",
     "new_profiler",
     "num_users",
@@ -74,6 +77,7 @@ __all__ = [
     "without_view",
 ]
 
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
 """The base of torch's convolution layers."""
 _modules = torch.nn.modules.module
@@ -93,6 +97,16 @@ without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: 
 
 without_view = torch.ops.aten._unsafe_view.default
 """(tensor, shape) -> a result that lies in its memory and is no view of it to autograd: it may be written over."""
+
+
+def is_in_loose_checkpoint() -> bool:
+    """Tell whether this code runs inside of torch.utils.checkpoint(..., preserve_rng_state=False)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT and frame.f_locals.get("preserve") is False:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_in_backward() -> bool:

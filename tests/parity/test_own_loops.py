@@ -119,6 +119,7 @@ def test_a_rank_without_samples_counts_for_nothing(plan: str) -> None:
         ("not finite", "dp=2", "is not finite"),
         ("clipped by torch", "dp=2,zero=1", "model.clip_grad_norm"),
         ("clipped by torch", "tp=2", "model.clip_grad_norm"),
+        ("written", "dp=2", "not the same on all ranks"),
         ("zeroed", "dp=2,zero=1", "model.zero_grad()"),
         ("shared", "dp=2", "is in another model under the plan"),
         ("read early", "tp=2", "had another shape"),

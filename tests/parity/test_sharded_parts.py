@@ -64,6 +64,7 @@ OPTIMIZERS = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
     "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),  # makes its state at once
     "normalized": functools.partial(Normalized, lr=0.1),
     "signs": functools.partial(Signs, lr=0.1),
 }

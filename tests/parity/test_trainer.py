@@ -61,6 +61,11 @@ def test_ignored_labels_of_later_batches_count_as_in_one_process(kind: str) -> N
         assert_equal(found, alone(kind), FLOAT64)
 
 
+def test_data_is_shuffled_as_in_one_process_though_cut_layers_draw() -> None:
+    for found in under("tp=2", "grouped"):
+        assert_equal(found, alone("grouped"), FLOAT64)
+
+
 def test_the_models_own_loss_is_one_process_in_its_float32() -> None:
     assert_equal(under("dp=2", "gpt")[1], alone("gpt"), FLOAT32)
 
@@ -143,6 +148,7 @@ def test_other_batches_on_another_rank_are_refused() -> None:
         (None, {"fp16": True}, "bf16=True"),
         (None, {"auto_find_batch_size": True}, "auto_find_batch_size=False"),
         (None, {"torch_compile": True}, "torch_compile=False"),
+        (None, {"enable_jit_checkpoint": True}, "enable_jit_checkpoint=False"),
         (None, {"optim": "lomo"}, "adamw_torch"),
     ],
 )

@@ -220,8 +220,8 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parallel = self._held[0]
-        if parallel.dp_size == 1:
-            return parallel(*args, **kwargs)  # ranks that share layers draw alike, as one process
+        if parallel.world.world_size == 1:
+            return parallel(*args, **kwargs)
         self._num_forwards += 1
         with share_streams.of_share(self._device, seed=self._seed, forward=self._num_forwards, share=parallel.dp_rank):
             return parallel(*args, **kwargs)

@@ -41,6 +41,11 @@ def refuse_arguments(args: Any) -> None:
             "auto_find_batch_size=True repeats what ran out of memory on one rank, and the others wait for it",
             "auto_find_batch_size=False, with a per_device_train_batch_size that fits",
         ),
+        (
+            bool(getattr(args, "enable_jit_checkpoint", False)),
+            "enable_jit_checkpoint=True saves when one process is asked to end, and the others would wait for it",
+            "enable_jit_checkpoint=False, with save_steps",
+        ),
         (args.torch_compile, "torch_compile=True compiles a module that the plan then changes", "torch_compile=False"),
         (
             args.bf16_full_eval or args.fp16_full_eval,

@@ -275,6 +275,22 @@ OTHER_SCRIPTS = {"by_torch": by_torch, "contrastive": contrastive, "frozen_criti
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
+def _write_own_gradients(model: Any, rank: int) -> None:
+    model.optimizer.step()
+    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    model.optimizer.step()
+
+
+AFTER_BACKWARD: dict[str, Callable[[Any, int], Any]] = {
+    "closure": lambda model, _: model.optimizer.step(lambda: 0.0),
+    "clipped by torch": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "zeroed": lambda model, _: model.module.zero_grad(set_to_none=False),
+    "written": _write_own_gradients,
+}
+
+
 def refused_way(plan: str, way: str) -> None:
     """Do one thing wrong in an own loop."""
     rank = 0 if (world := mw.current_world()) is None else world.rank
@@ -294,9 +310,6 @@ def refused_way(plan: str, way: str) -> None:
             model.backward(loss, weight=1, retain_graph=True)
             model.optimizer.step()
             model.backward(loss, weight=1)
-        elif way == "closure":
-            model.backward(loss, weight=1)
-            model.optimizer.step(lambda: 0.0)
         elif way == "nothing counts":
             model.backward(loss, weight=0)
         elif way == "not finite":
@@ -304,14 +317,9 @@ def refused_way(plan: str, way: str) -> None:
             model.optimizer.step()
         elif way == "shared":
             mw.apply_plan(nn.Sequential(model.module[1], nn.Linear(5, 2)), plan)
-        elif way == "clipped by torch":
-            model.backward(loss, weight=1)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        elif way == "zeroed":
-            model.backward(loss, weight=1)
-            model.module.zero_grad(set_to_none=False)
         else:
             model.backward(loss, weight=1)
+            AFTER_BACKWARD.get(way, lambda *_: None)(model, rank)
 
 
 def empty_share(plan: str) -> Found:

@@ -160,6 +160,8 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
             return loss
 
         def _get_train_sampler(self, *args: Any) -> Any:
+            if kind == "grouped":  # draws from torch's own generator in each epoch
+                return transformers.trainer_pt_utils.LengthGroupedSampler(2 * BATCH, lengths=list(range(SAMPLES)))
             in_order = kind in ("classes", "popped")
             return torch.utils.data.SequentialSampler(data) if in_order else super()._get_train_sampler(*args)
 
@@ -178,7 +180,7 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
     changes = {"max_steps": 4, **changes} if kind == "stream" else changes
     with tempfile.TemporaryDirectory() as place:
         more: dict[str, Any] = {} if plan is None else {"plan": plan}
-        if kind in ("tokens", "dropout"):
+        if kind in ("tokens", "grouped", "dropout"):
             more["compute_loss_func"] = sum_of_tokens
         trainer = Told(
             build(kind), arguments(directory or place, **changes), train_dataset=data, eval_dataset=data, **more
