@@ -134,6 +134,13 @@ def test_what_would_not_be_one_process_is_refused(kind: str, word: str) -> None:
         assert word in str(outcome.error)
 
 
+def test_a_loss_that_begins_to_count_otherwise_is_refused() -> None:
+    changes = {"label_names": ["target"], "eval_strategy": "no"}
+    for outcome in testing.run_outcomes(jobs.under_plan, 2, "hidden", "dp=2", None, None, changes):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "their mean weighted by samples, as it was for the first batch" in str(outcome.error)
+
+
 def test_other_batches_on_another_rank_are_refused() -> None:
     for outcome in testing.run_outcomes(jobs.other_batches, 2, "dp=2"):
         assert "have other batches" in str(outcome.error)
@@ -149,6 +156,7 @@ def test_other_batches_on_another_rank_are_refused() -> None:
         (None, {"auto_find_batch_size": True}, "auto_find_batch_size=False"),
         (None, {"torch_compile": True}, "torch_compile=False"),
         (None, {"enable_jit_checkpoint": True}, "enable_jit_checkpoint=False"),
+        ("tp=2", {"predict_with_generate": True}, "predict_with_generate=False"),
         (None, {"optim": "lomo"}, "adamw_torch"),
     ],
 )

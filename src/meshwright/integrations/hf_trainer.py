@@ -17,8 +17,8 @@ import torch
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import loss_parts, optimizer_file, share_streams
 from meshwright.integrations.one_process import FirstProcess, be_one_process
-from meshwright.integrations.planned import PlannedModule, bare, kept_config, num_parameters, tied_names
-from meshwright.integrations.refusals import refuse_arguments, refuse_model, refuse_plan
+from meshwright.integrations.planned import PlannedModule, bare, count_samples, kept_config, num_parameters, tied_names
+from meshwright.integrations.refusals import refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.run.applying import apply_plan
@@ -99,6 +99,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, of one process."""
         refuse_arguments(self.args)
+        refuse_generation(self.args, self.plan)
         _ = self.args.device  # makes accelerate's state
         be_one_process(self._world)
         super().create_accelerator_and_postprocess()
@@ -183,7 +184,7 @@ class Trainer(transformers.Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # pyright: ignore[reportOptionalMemberAccess]
         inputs = self._prepare_inputs(inputs)
-        num_samples = parallel.splitter.count(inputs)
+        num_samples = 1 if parallel.dp_size == 1 else count_samples(parallel, inputs)
         if parallel.dp_size > 1:
             self._look_at_loss(model, inputs, num_samples, num_items_in_batch)
         share, weight = self._share_of(inputs, num_samples)

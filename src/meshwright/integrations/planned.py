@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.errors import ApplyError
 from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
@@ -49,6 +50,22 @@ class PlannedModule:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["parallel"].module, name)
+
+
+def count_samples(parallel: ParallelModel, batch: Any) -> int:
+    """Return the samples of a batch that a loop has collated [count].
+
+    Raises:
+        ApplyError: Its tensors have no common number of them.
+    """
+    try:
+        return parallel.splitter.count(batch)
+    except ApplyError as error:
+        raise ApplyError(
+            error.message,
+            fix="have the collator give each tensor one row for each sample (position_ids too), or use a plan with dp=1, whose "
+            "ranks take the whole batch",
+        ) from None
 
 
 def bare(model: Any) -> Any:

@@ -69,6 +69,15 @@ def refuse_arguments(args: Any) -> None:
         )
 
 
+def refuse_generation(args: Any, plan: Plan) -> None:
+    """Raise ConfigError for evaluation by `generate` where ranks hold parts: it calls the model's layers by itself."""
+    if getattr(args, "predict_with_generate", False) and (plan.tp > 1 or (plan.zero == 3 and plan.dp > 1)):
+        raise ConfigError(
+            f"predict_with_generate=True generates with the user's own module, of which ranks have parts under the plan '{plan}'",
+            fix="predict_with_generate=False, or a plan of dp with zero=2 at most; after training, generate with the saved model",
+        )
+
+
 def refuse_plan(plan: Plan) -> None:
     """Raise ConfigError for plans without loops of one's own."""
     if plan.mode != "ranks" or plan.pp > 1:

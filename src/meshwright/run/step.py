@@ -258,7 +258,8 @@ class Stepper:
 
     def _watch(self) -> None:
         engine = self.engine
-        self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
+        follows_calls = engine.holds_parts or engine.copies > 1
+        self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory, follows_calls=follows_calls)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
         engine.guard_parts()
         self._hooks = GradientHooks.of(engine, accumulates=self.micro_batches > 1 or self.micro_batch_size is not None)
