@@ -164,3 +164,15 @@ def test_buffers_follow_rank_0_and_steps_are_counted(plan: str) -> None:
     assert state["1.num_batches_tracked"] == jobs.STEPS
     for name, value in state.items():
         assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_script_may_compile_its_call_of_the_model(plan: str) -> None:
+    for compiled, plain in testing.run_ranks(jobs.compiled_call, 2, plan):
+        assert compiled == pytest.approx(plain, rel=FLOAT64)
+
+
+def test_inputs_may_be_cast_by_the_script_before_layers_are_cut() -> None:
+    (wanted,) = testing.run_ranks(jobs.cast_inputs, 1, "single")
+    for found in testing.run_ranks(jobs.cast_inputs, 2, "tp=2"):
+        assert found == pytest.approx(wanted, rel=2e-2)

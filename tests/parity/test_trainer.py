@@ -75,6 +75,16 @@ def test_a_dataset_without_length_is_read_by_every_rank() -> None:
         assert_equal(found, alone("stream"), FLOAT64)
 
 
+def test_a_dataset_without_length_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Ranks had waited for the first one to hand the rest of its batches on."""
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    jobs.run("stream", None, str(tmp_path), **saves)
+    saved = tmp_path / "checkpoint-2"
+    wanted = jobs.run("stream", None, str(tmp_path / "plain"), str(saved), **saves)
+    for found in under("dp=2", "stream", tmp_path / "dp", saved, **saves):
+        assert_equal(found, wanted, FLOAT64)
+
+
 def test_the_way_of_weighing_matters_to_what_is_compared() -> None:
     # The control: the rows' numbers of labels differ, so that a mean of the ranks' means is another number.
     rows = jobs.Rows()

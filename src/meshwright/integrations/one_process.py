@@ -6,6 +6,8 @@ batch and takes its part, as one process would; only rank 0 logs and writes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.errors import MissingDependencyError
@@ -22,19 +24,18 @@ except ImportError as error:
 __all__: list[str] = []
 
 
-class FirstProcess:
-    """Accelerate's state as its first process has it.
+@contextlib.contextmanager
+def read_by_each_rank(args: Any) -> Iterator[None]:
+    """Make the accelerator of TrainingArguments inside the context, so that every rank reads a dataset without length.
 
-    Args:
-        state: This process's.
+    Accelerate lets its first process read such a dataset and hand batches on, also where a resumed run skips some.
     """
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-        self.process_index = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_state"], name)
+    config = args.accelerator_config
+    before, config.dispatch_batches = config.dispatch_batches, False
+    try:
+        yield
+    finally:
+        config.dispatch_batches = before
 
 
 def be_one_process(world: World) -> None:

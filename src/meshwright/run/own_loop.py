@@ -30,7 +30,7 @@ from meshwright.run.put_back import in_training_mode
 from meshwright.run.step import Stepper
 from meshwright.run.written_gradients import WrittenGradients
 from meshwright.spec import Plan
-from meshwright.trees import tensors_in
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
@@ -145,6 +145,8 @@ class OwnLoop:
         stepper.own_draws.learn(args, kwargs)
         if engine.is_prepared:
             return
+        if stepper.casts.dtype is not None:  # a script that casts its inputs, too: the search runs without autocast
+            args, kwargs = map_tensors((args, kwargs), _widened)
         with memory_returned(), in_training_mode(engine.module), unchanged_draws(engine):
             engine.prepare(lambda module: module(*args, **kwargs))
             stepper.own_draws.learn_cut()
@@ -353,6 +355,10 @@ class OwnLoop:
         stack, self._around_step = self._around_step, None
         if stack is not None:
             stack.close()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _backward_alone(loss: torch.Tensor | Loss, *, retain_graph: bool) -> float:

@@ -335,6 +335,32 @@ def empty_share(plan: str) -> Found:
         return {"told": told, "gradients": gradients, "second": _seen(model)}
 
 
+def compiled_call(plan: str) -> tuple[float, float]:
+    """Return a loss whose forward a script compiles, and the same without."""
+    with mw.apply_plan(build_net, plan, optimizer=Sgd) as model:
+        x, y = mw.split_batch(batch_of(0), model)
+        model.backward((model(x) - y).square().mean(), weight=len(x))
+        found = []
+        for call in (torch.compile(lambda x: model(x) * 1.0, backend="eager"), model):
+            model.zero_grad()
+            found.append(model.backward((call(x) - y).square().mean(), weight=len(x)))
+        return found[0], found[1]
+
+
+def cast_inputs(plan: str) -> list[float]:
+    """Return losses of float32 layers under autocast, with inputs that the script has cast itself."""
+    with mw.apply_plan(lambda: build_net().float(), plan, optimizer=Sgd) as model:
+        losses = []
+        for step in range(2):
+            x, y = mw.split_batch(batch_of(step), model)
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(x.bfloat16()).float()
+            model.zero_grad()
+            losses.append(model.backward((outputs - y.float()).square().mean(), weight=len(x)))
+            model.optimizer.step()
+        return losses
+
+
 def with_buffers(plan: str) -> tuple[dict[str, Tensor], int]:
     """Train a model with running statistics, and a scheduler; return its state and its steps."""
 
