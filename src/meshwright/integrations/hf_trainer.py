@@ -16,7 +16,7 @@ import torch
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import loss_parts, optimizer_file, share_streams
-from meshwright.integrations.one_process import be_one_process, read_by_each_rank
+from meshwright.integrations.one_process import FirstProcess, be_one_process, skipping_on_each_rank
 from meshwright.integrations.planned import PlannedModule, bare, count_samples, kept_config, num_parameters, tied_names
 from meshwright.integrations.refusals import refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
@@ -102,8 +102,7 @@ class Trainer(transformers.Trainer):
         refuse_generation(self.args, self.plan)
         _ = self.args.device  # makes accelerate's state
         be_one_process(self._world)
-        with read_by_each_rank(self.args):
-            super().create_accelerator_and_postprocess()
+        super().create_accelerator_and_postprocess()
         be_one_process(self._world)
         self.args._n_gpu = min(self.args._n_gpu, 1)
         self.args.__dict__["_setup_devices"] = self._world.device
@@ -147,6 +146,18 @@ class Trainer(transformers.Trainer):
         self.optimizer._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
         self.accelerator._optimizers.append(self.optimizer)
         return self._planned
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader that reads on every rank; of a dataset without length, accelerate lets its first process read."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        if self._has_ranks and hasattr(loader, "state"):
+            loader.state = FirstProcess(loader.state)
+        return loader
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as `transformers.Trainer.train`; every rank calls it."""
+        with skipping_on_each_rank():
+            return super().train(*args, **kwargs)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 

@@ -14,28 +14,51 @@ from meshwright.errors import MissingDependencyError
 from meshwright.ranks.world import World
 
 try:
+    import transformers.trainer
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise MissingDependencyError(
-        f"this integration needs accelerate ({error})", fix="pip install 'meshwright[trainer]'"
+        f"this integration needs transformers and accelerate ({error})", fix="pip install 'meshwright[trainer]'"
     ) from error
 
 __all__: list[str] = []
 
 
-@contextlib.contextmanager
-def read_by_each_rank(args: Any) -> Iterator[None]:
-    """Make the accelerator of TrainingArguments inside the context, so that every rank reads a dataset without length.
+class FirstProcess:
+    """Accelerate's state as its first process has it.
 
-    Accelerate lets its first process read such a dataset and hand batches on, also where a resumed run skips some.
+    Args:
+        state: This process's.
     """
-    config = args.accelerator_config
-    before, config.dispatch_batches = config.dispatch_batches, False
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.process_index = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_state"], name)
+
+
+@contextlib.contextmanager
+def skipping_on_each_rank() -> Iterator[None]:
+    """Have a resumed run skip batches on every rank inside the context, also where accelerate lets its first process read.
+
+    Such a loader is made anew to skip, and would wait for that process again.
+    """
+    skip = transformers.trainer.skip_first_batches
+
+    def skipped(loader: Any, num_batches: int = 0) -> Any:
+        found: Any = skip(loader, num_batches)
+        if isinstance(getattr(loader, "state", None), FirstProcess):
+            found.state = FirstProcess(found.state)
+        return found
+
+    transformers.trainer.skip_first_batches = skipped
     try:
         yield
     finally:
-        config.dispatch_batches = before
+        transformers.trainer.skip_first_batches = skip
 
 
 def be_one_process(world: World) -> None:

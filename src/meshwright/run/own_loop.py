@@ -36,6 +36,8 @@ __all__: list[str] = []
 
 FIX_PLAN = "call model.step(batch), or use a plan of dp, zero and tp for an own loop"
 
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
 _LIVE: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
 
 
@@ -93,6 +95,7 @@ class OwnLoop:
         self.has_looked_at_graph = False
         """Whether all of a loss's graph has been walked through once."""
         self._gradients_left = WrittenGradients(self.engine, plan)
+        self._has_told_of_norms = False
         self._value = 0.0
         self._norm_is_finite = False
         self._around_step: contextlib.ExitStack | None = None
@@ -143,6 +146,7 @@ class OwnLoop:
         if not engine.is_prepared:
             stepper.refuse_early_change()
         stepper.own_draws.learn(args, kwargs)
+        self._tell_of_norms()
         if engine.is_prepared:
             return
         if stepper.casts.dtype is not None:  # a script that casts its inputs, too: the search runs without autocast
@@ -151,6 +155,17 @@ class OwnLoop:
             engine.prepare(lambda module: module(*args, **kwargs))
             stepper.own_draws.learn_cut()
         stepper.is_now_prepared()
+
+    def _tell_of_norms(self) -> None:
+        """Add the layers that normalise over a share to the plan's reasons, once."""
+        if self._has_told_of_norms or not self.is_over_several_batches:
+            return
+        self._has_told_of_norms = True
+        layers = self.engine.module.named_modules()
+        name = next((name for name, layer in layers if isinstance(layer, _NORMS) and layer.training), None)
+        if name is not None:
+            text = f"batch: '{name}' normalises over each rank's share of the batch, and its statistics follow rank 0's"
+            self.stepper.rule.reasons += (text,)
 
     def _agree(self, batch: Any, *, moved: bool = False, steps: bool = False) -> Agreement:
         """Start the exchange in which ranks compare what they must have alike."""

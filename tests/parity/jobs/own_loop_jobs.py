@@ -361,8 +361,8 @@ def cast_inputs(plan: str) -> list[float]:
         return losses
 
 
-def with_buffers(plan: str) -> tuple[dict[str, Tensor], int]:
-    """Train a model with running statistics, and a scheduler; return its state and its steps."""
+def with_buffers(plan: str) -> tuple[dict[str, Tensor], int, tuple[str, ...]]:
+    """Train a model with running statistics, and a scheduler; return its state, its steps and the plan's reasons."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).double()
@@ -375,7 +375,7 @@ def with_buffers(plan: str) -> tuple[dict[str, Tensor], int]:
             model.backward((model(x) - y).square().mean(), weight=len(x))
             model.optimizer.step()
             scheduler.step()
-        return model.full_state_dict(), model.num_steps
+        return model.full_state_dict(), model.num_steps, model.plan.reasons
 
 
 def by_matrices(plan: str) -> list[float]:
