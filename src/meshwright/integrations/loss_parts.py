@@ -58,7 +58,9 @@ def find_kind(
     if num_samples < 2:
         return None
     tried = _PartsOfLoss(loss_of, with_ignored(batch, shifts=shifts), num_samples, shifts=shifts)
-    fitting = sorted((error, kind) for kind, error in tried.errors.items() if error <= tried.bound)
+    fitting: list[tuple[float, Kind]] = sorted(
+        (error, kind) for kind, error in tried.errors.items() if error <= tried.bound
+    )
     if not fitting:
         raise ApplyError(
             f"{tried.numbers} (rule: their sum, or their mean weighted by samples or labels, is the loss)", fix=_FIX

@@ -46,7 +46,8 @@ def skipping_on_each_rank() -> Iterator[None]:
 
     Such a loader is made anew to skip, and would wait for that process again.
     """
-    skip = transformers.trainer.skip_first_batches
+    module: Any = transformers.trainer
+    skip = module.skip_first_batches
 
     def skipped(loader: Any, num_batches: int = 0) -> Any:
         found: Any = skip(loader, num_batches)
@@ -54,11 +55,11 @@ def skipping_on_each_rank() -> Iterator[None]:
             found.state = FirstProcess(found.state)
         return found
 
-    transformers.trainer.skip_first_batches = skipped
+    module.skip_first_batches = skipped
     try:
         yield
     finally:
-        transformers.trainer.skip_first_batches = skip
+        module.skip_first_batches = skip
 
 
 def be_one_process(world: World) -> None:
