@@ -94,15 +94,15 @@ def _run_one(module: Any, name: str) -> tuple[str, str]:
 
 
 def _use_plan(plan: str) -> None:
-    import transformers
-
     from meshwright.integrations.hf_trainer import Trainer
 
     class Planned(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{"plan": plan, **kwargs})
 
-    transformers.Trainer = Planned
+    # Only now: transformers puts another module object in its place when its Trainer is first imported.
+    for module in ("transformers", "transformers.trainer"):
+        sys.modules[module].Trainer = Planned  # type: ignore[attr-defined]
 
 
 def _leave_out_assertions() -> None:
