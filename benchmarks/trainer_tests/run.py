@@ -4,6 +4,7 @@
 
 CHECKOUT is a checkout of huggingface/transformers, of which the folder `tests` is read. A test applies where it passes here
 with transformers' own Trainer in one process. Then all ranks run it at the same time, in directories that they share.
+What the table has already is not run again; `--seconds` ends a run between two groups of tests, for the next one to go on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import types
 import unittest
 from collections.abc import Callable
@@ -28,6 +30,8 @@ import meshwright as mw
 
 MODULE = "tests.trainer.test_trainer"
 LIMIT_S = 30.0
+GROUP = 8
+"""Tests that one start of ranks runs at most [count]."""
 
 
 def all_tests(checkout: str) -> list[str]:
@@ -90,15 +94,15 @@ def _run_one(module: Any, name: str) -> tuple[str, str]:
 
 
 def _use_plan(plan: str) -> None:
-    import transformers
-
     from meshwright.integrations.hf_trainer import Trainer
 
     class Planned(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{"plan": plan, **kwargs})
 
-    transformers.Trainer = Planned
+    # Only now: transformers puts another module object in its place when its Trainer is first imported.
+    for module in ("transformers", "transformers.trainer"):
+        sys.modules[module].Trainer = Planned  # type: ignore[attr-defined]
 
 
 def _leave_out_assertions() -> None:
@@ -142,19 +146,28 @@ def _share_directories(base: str) -> None:
 
 
 def run_all(
-    checkout: str, names: list[str], plan: str | None, keep: Callable[[Any], Any]
+    checkout: str,
+    names: list[str],
+    plan: str | None,
+    keep: Callable[[Any], Any],
+    *,
+    known: dict[str, tuple[str, str]],
+    seconds: float,
 ) -> dict[str, tuple[str, str]]:
-    """Return each test's outcome, the worst of all ranks."""
+    """Return each test's outcome, the worst of all ranks; those that are known already stay."""
     num_ranks = 1 if plan is None else mw.Plan.parse(plan).num_ranks
-    found: dict[str, tuple[str, str]] = {}
-    left = list(names)
+    found = dict(known)
+    left = [name for name in names if name not in found]
+    end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as base:
         for start in itertools.count():
-            if not left:
+            if not left or time.monotonic() > end:
                 return found
             log = f"{base}/log{start}"
             try:
-                mw.launch(run_tests, num_ranks, checkout, left, plan, f"{base}/dirs{start}", log, timeout_s=LIMIT_S)
+                mw.launch(
+                    run_tests, num_ranks, checkout, left[:GROUP], plan, f"{base}/dirs{start}", log, timeout_s=LIMIT_S
+                )
             except Exception as error:  # a test's own, or of a rank that waits for the one that failed
                 print(f"  ranks ended: {str(error).splitlines()[0][:150]}", flush=True)
             told: dict[str, tuple[str, str]] = {}
@@ -178,22 +191,29 @@ def main() -> None:
     parser.add_argument("--plans", default="dp=2; dp=2,zero=3; tp=2")
     parser.add_argument("--only", default="", help="tests whose name has this text")
     parser.add_argument("--json", required=True)
+    parser.add_argument("--again", action="store_true", help="run again what has not passed")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no group of tests after so long")
     given = parser.parse_args()
     checkout = str(Path(given.checkout).resolve())
     path = Path(given.json)
     table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if "transformers" not in table:
         names = [name for name in mw.launch(all_tests, 1, checkout)[0] if given.only in name]
-        table["transformers"] = run_all(checkout, names, None, lambda found: None)
+        table["transformers"] = run_all(checkout, names, None, lambda found: None, known={}, seconds=given.seconds)
         path.write_text(json.dumps(table, indent=1))
-    applying = [name for name, outcome in table["transformers"].items() if outcome[0] == "passed"]
+    applying = [
+        name for name, outcome in table["transformers"].items() if outcome[0] == "passed" and given.only in name
+    ]
     for plan in (text.strip() for text in given.plans.split(";")):
 
         def keep(found: Any, plan: str = plan) -> None:
             table[plan] = found
             path.write_text(json.dumps(table, indent=1))
 
-        run_all(checkout, applying, plan, keep)
+        known = table.get(plan, {})
+        if given.again:
+            known = {name: outcome for name, outcome in known.items() if outcome[0] == "passed"}
+        table[plan] = run_all(checkout, applying, plan, keep, known=known, seconds=given.seconds)
         print(plan, sum(kind == "passed" for kind, _ in table[plan].values()), "of", len(applying))
 
 

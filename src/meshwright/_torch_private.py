@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -57,7 +59,9 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "is_in_backward",
+    "is_in_loose_checkpoint",
     "keep_forever",
+    "leave_to_interpreter",
     "new_profiler",
     "num_users",
     "offer_monitored_barrier",
@@ -74,6 +78,8 @@ __all__ = [
     "without_view",
 ]
 
+_INTERPRETED: set[str] = set()
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 Convolution = torch.nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateImportUsage]
 """The base of torch's convolution layers."""
 _modules = torch.nn.modules.module
@@ -93,6 +99,27 @@ without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: 
 
 without_view = torch.ops.aten._unsafe_view.default
 """(tensor, shape) -> a result that lies in its memory and is no view of it to autograd: it may be written over."""
+
+
+def leave_to_interpreter(package: str) -> None:
+    """Have torch.compile break its graphs at a package's code, and run that by the interpreter, if torch.compile is imported.
+
+    Exchanges and their bookkeeping cannot be traced; the user's code that they call is compiled by itself.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and package not in _INTERPRETED:
+        _INTERPRETED.add(package)
+        rules.add(package)
+
+
+def is_in_loose_checkpoint() -> bool:
+    """Tell whether this code runs inside of torch.utils.checkpoint(..., preserve_rng_state=False)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT and frame.f_locals.get("preserve") is False:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_in_backward() -> bool:

@@ -50,6 +50,11 @@ def test_a_mean_without_its_weight_is_refused() -> None:
         assert "without its weight" in str(outcome.error)
 
 
+def test_gathering_shares_of_unequal_size_is_refused_with_what_joins_them() -> None:
+    for outcome in testing.run_outcomes(jobs.gathered_unevenly, 2, "dp=2"):
+        assert "mw.gather_batch" in str(outcome.error)
+
+
 def test_pipelines_are_refused() -> None:
     from meshwright.integrations.fabric import PlanStrategy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.jobs.drawing_jobs import Trained, train, train_noted
+from tests.parity.jobs.drawing_jobs import Trained, reasons_after_the_first_step, train, train_noted
 from tests.parity.models.drawing_models import CASES
 from tests.tolerances import FLOAT64
 from torch import Tensor, nn
@@ -98,6 +98,12 @@ def test_what_cannot_be_placed_is_told() -> None:
     model = mw.apply_plan(Routed, "single", loss_fn=lambda out, batch: out.square().mean(), rng="global")
     model.step((torch.tensor([[1.0, 0, 0], [-1, 0, 0], [1, 0, 0]]), None))
     assert any("has no known sample dim" in reason for reason in model.plan.reasons)
+
+
+def test_every_rank_has_the_reasons_of_the_stage_that_draws() -> None:
+    told = testing.run_ranks(reasons_after_the_first_step, 2, "pp=2,micro_batches=2")
+    assert any("code that runs in backward draws" in reason for reason in told[0])
+    assert told[0] == told[1]
 
 
 def test_verify_runs_with_dropout_on() -> None:

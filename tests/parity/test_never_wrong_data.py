@@ -56,11 +56,9 @@ def test_backward_and_optimizer_of_the_scripts_own_are_refused(plan: str) -> Non
 @pytest.mark.parametrize("way", list(gradient_jobs.OWN_GRADIENTS))
 def test_gradients_that_nobody_exchanges_are_refused_where_they_arrive(plan: str, way: str) -> None:
     # What takes a part itself is refused before.
-    word = (
-        "needs the whole tensor"
-        if plan == "tp=2" and way in ("penalty", "inner_step")
-        else "a backward of the script's own"
-    )
+    taken = "needs the whole tensor" if plan == "tp=2" else "a backward of the script's own"
+    words = {"inner_step_by_func": "in the place of its parameter", "penalty": taken, "inner_step": taken}
+    word = words.get(way, "a backward of the script's own")
     refused(gradient_jobs.own_gradients, 2, plan, way, word=word)
 
 

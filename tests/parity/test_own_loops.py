@@ -119,6 +119,7 @@ def test_a_rank_without_samples_counts_for_nothing(plan: str) -> None:
         ("not finite", "dp=2", "is not finite"),
         ("clipped by torch", "dp=2,zero=1", "model.clip_grad_norm"),
         ("clipped by torch", "tp=2", "model.clip_grad_norm"),
+        ("written", "dp=2", "not the same on all ranks"),
         ("zeroed", "dp=2,zero=1", "model.zero_grad()"),
         ("shared", "dp=2", "is in another model under the plan"),
         ("read early", "tp=2", "had another shape"),
@@ -158,8 +159,21 @@ def run_example(name: str, plan: str) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
 def test_buffers_follow_rank_0_and_steps_are_counted(plan: str) -> None:
-    (state, num_steps), (other, _) = testing.run_ranks(jobs.with_buffers, 2, plan)
+    (state, num_steps, reasons), (other, *_) = testing.run_ranks(jobs.with_buffers, 2, plan)
+    assert any("'1' normalises over each rank's share" in reason for reason in reasons)
     assert num_steps == jobs.STEPS
     assert state["1.num_batches_tracked"] == jobs.STEPS
     for name, value in state.items():
         assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_script_may_compile_its_call_of_the_model(plan: str) -> None:
+    for compiled, plain in testing.run_ranks(jobs.compiled_call, 2, plan):
+        assert compiled == pytest.approx(plain, rel=FLOAT64)
+
+
+def test_inputs_may_be_cast_by_the_script_before_layers_are_cut() -> None:
+    (wanted,) = testing.run_ranks(jobs.cast_inputs, 1, "single")
+    for found in testing.run_ranks(jobs.cast_inputs, 2, "tp=2"):
+        assert found == pytest.approx(wanted, rel=2e-2)

@@ -64,6 +64,7 @@ OPTIMIZERS = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
     "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),  # makes its state at once
     "normalized": functools.partial(Normalized, lr=0.1),
     "signs": functools.partial(Signs, lr=0.1),
 }
@@ -140,8 +141,10 @@ def test_a_sharded_module_says_so() -> None:
         assert (found["nan"], found["closed"]) == ("False", "True")
 
 
-def test_a_compiled_module_is_refused_by_zero_3() -> None:
-    for message in testing.run_ranks(sharded_jobs.apply_compiled, 2, "dp=2,zero=3"):
+@pytest.mark.parametrize("way", ["whole", "in place", "forward", "after"])
+@pytest.mark.parametrize("plan", [f"dp=2,zero=3{WHOLE}", "tp=2"])
+def test_a_compiled_module_is_refused_where_its_calls_are_followed(plan: str, way: str) -> None:
+    for message in testing.run_ranks(sharded_jobs.apply_compiled, 2, plan, way):
         assert "is compiled" in message
 
 

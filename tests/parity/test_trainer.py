@@ -61,6 +61,11 @@ def test_ignored_labels_of_later_batches_count_as_in_one_process(kind: str) -> N
         assert_equal(found, alone(kind), FLOAT64)
 
 
+def test_data_is_shuffled_as_in_one_process_though_cut_layers_draw() -> None:
+    for found in under("tp=2", "grouped"):
+        assert_equal(found, alone("grouped"), FLOAT64)
+
+
 def test_the_models_own_loss_is_one_process_in_its_float32() -> None:
     assert_equal(under("dp=2", "gpt")[1], alone("gpt"), FLOAT32)
 
@@ -68,6 +73,16 @@ def test_the_models_own_loss_is_one_process_in_its_float32() -> None:
 def test_a_dataset_without_length_is_read_by_every_rank() -> None:
     for found in under("dp=2", "stream"):
         assert_equal(found, alone("stream"), FLOAT64)
+
+
+def test_a_dataset_without_length_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Ranks had waited for the first one to hand the rest of its batches on."""
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    jobs.run("stream", None, str(tmp_path), **saves)
+    saved = tmp_path / "checkpoint-2"
+    wanted = jobs.run("stream", None, str(tmp_path / "plain"), str(saved), **saves)
+    for found in under("dp=2", "stream", tmp_path / "dp", saved, **saves):
+        assert_equal(found, wanted, FLOAT64)
 
 
 def test_the_way_of_weighing_matters_to_what_is_compared() -> None:
@@ -129,6 +144,13 @@ def test_what_would_not_be_one_process_is_refused(kind: str, word: str) -> None:
         assert word in str(outcome.error)
 
 
+def test_a_loss_that_begins_to_count_otherwise_is_refused() -> None:
+    changes = {"label_names": ["target"], "eval_strategy": "no"}
+    for outcome in testing.run_outcomes(jobs.under_plan, 2, "hidden", "dp=2", None, None, changes):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "their mean weighted by samples, as it was for the first batch" in str(outcome.error)
+
+
 def test_other_batches_on_another_rank_are_refused() -> None:
     for outcome in testing.run_outcomes(jobs.other_batches, 2, "dp=2"):
         assert "have other batches" in str(outcome.error)
@@ -143,6 +165,8 @@ def test_other_batches_on_another_rank_are_refused() -> None:
         (None, {"fp16": True}, "bf16=True"),
         (None, {"auto_find_batch_size": True}, "auto_find_batch_size=False"),
         (None, {"torch_compile": True}, "torch_compile=False"),
+        (None, {"enable_jit_checkpoint": True}, "enable_jit_checkpoint=False"),
+        ("tp=2", {"predict_with_generate": True}, "predict_with_generate=False"),
         (None, {"optim": "lomo"}, "adamw_torch"),
     ],
 )

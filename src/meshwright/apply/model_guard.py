@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.modules.compiled import compiled_error
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 
@@ -96,10 +97,12 @@ class ModelGuard:
     Args:
         module: The module as it was when the plan was applied.
         fixes_memory: Whether the values must stay in their memory, since shards or pieces are views of it.
+        follows_calls: Whether no module may be compiled, since exchanges stand between their calls.
     """
 
-    def __init__(self, module: nn.Module, *, fixes_memory: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, fixes_memory: bool = False, follows_calls: bool = False) -> None:
         owners = list(module.named_modules())
+        self._followed = [(vars(own), prefix) for prefix, own in owners] if follows_calls else []
         self._parameters = [
             (own._parameters, name, parameter, f"{prefix}.{name}" if prefix else name)
             for prefix, own in owners
@@ -126,6 +129,9 @@ class ModelGuard:
 
     def find_change(self) -> ApplyError | None:
         """Return the error that names a changed part of the module, else None."""
+        for own, name in self._followed:
+            if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
+                return compiled_error(name, "this plan exchanges tensors between the calls of its layers")
         if self._read_ids() != self._ids:
             change = self._find_replaced()
             if change is not None:

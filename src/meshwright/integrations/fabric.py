@@ -124,6 +124,10 @@ class PlanStrategy(SingleDeviceStrategy):
             ApplyError: The weight is missing, and ranks have shares.
         """
         del module, args
+        if getattr(self.precision, "scaler", None) is not None:
+            raise ConfigError(
+                "precision='16-mixed' scales losses against overflow, which plans do not", fix="'bf16-mixed'"
+            )
         self._planned().backward(tensor, **kwargs)
 
     def clip_gradients_norm(
@@ -156,6 +160,12 @@ class PlanStrategy(SingleDeviceStrategy):
         if sync_grads:
             raise ConfigError("sync_grads=True", fix="mw.gather_batch(tensor, fabric.strategy.parallel)")
         found = self._planned().engine.group
+        shapes = found.all_gather_json(list(tensor.shape), device=tensor.device) if found.size > 1 else []
+        if any(shape != shapes[0] for shape in shapes):
+            raise ApplyError(
+                f"fabric.all_gather was given tensors of shapes {shapes} by the shares of the batch (rule: all have one shape)",
+                fix="mw.gather_batch(tensor, fabric.strategy.parallel), which joins shares of unequal size along dim 0",
+            )
         return torch.stack(found.all_gather(tensor.detach())) if found.size > 1 else tensor.detach()[None]
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -220,8 +230,8 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parallel = self._held[0]
-        if parallel.dp_size == 1:
-            return parallel(*args, **kwargs)  # ranks that share layers draw alike, as one process
+        if parallel.world.world_size == 1:
+            return parallel(*args, **kwargs)
         self._num_forwards += 1
         with share_streams.of_share(self._device, seed=self._seed, forward=self._num_forwards, share=parallel.dp_rank):
             return parallel(*args, **kwargs)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import loss_parts, optimizer_file, share_streams
-from meshwright.integrations.one_process import FirstProcess, be_one_process
-from meshwright.integrations.planned import PlannedModule
-from meshwright.integrations.refusals import refuse_arguments, refuse_model, refuse_plan
+from meshwright.integrations.one_process import FirstProcess, be_one_process, skipping_on_each_rank
+from meshwright.integrations.planned import PlannedModule, bare, count_samples, kept_config, num_parameters, tied_names
+from meshwright.integrations.refusals import refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.run.applying import apply_plan
@@ -33,6 +31,7 @@ from meshwright.spec import Plan
 try:
     import transformers
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils.operations import convert_to_fp32
 except ImportError as error:
     raise MissingDependencyError(
         f"this integration needs transformers and accelerate ({error})", fix="pip install 'meshwright[trainer]'"
@@ -42,6 +41,10 @@ __all__: list[str] = ["Trainer"]
 
 DIRECTORY = "meshwright"
 """Of a checkpoint of the Trainer: the parts of model and optimizer, which load under every plan."""
+_FIRST_LOOKS = 8
+"""Batches after the first at which the loss of the whole is compared with those of parts [count]."""
+_LOOK_EVERY = 100
+"""Forwards between two later looks [count]."""
 _HOOKS = (
     "_wrap_model",
     "_clip_grad_norm",
@@ -84,6 +87,7 @@ class Trainer(transformers.Trainer):
         self._loss_kind: loss_parts.Kind | None = None
         self._is_undecided = False
         self._num_forwards = 0
+        self._num_looks = 0
         self._groups: list[list[str]] = []
         self._num_parameters = 0
         self._tied: dict[str, str] = {}
@@ -95,6 +99,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, of one process."""
         refuse_arguments(self.args)
+        refuse_generation(self.args, self.plan)
         _ = self.args.device  # makes accelerate's state
         be_one_process(self._world)
         super().create_accelerator_and_postprocess()
@@ -102,7 +107,7 @@ class Trainer(transformers.Trainer):
         self.args._n_gpu = min(self.args._n_gpu, 1)
         self.args.__dict__["_setup_devices"] = self._world.device
         unwrap = self.accelerator.unwrap_model
-        self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(_bare(model), *args, **kwargs)
+        self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(bare(model), *args, **kwargs)
         if self.args.bf16 and self.plan.precision != "bf16":
             self.plan = self.plan.replace(precision="bf16")
 
@@ -118,7 +123,7 @@ class Trainer(transformers.Trainer):
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:  # noqa: ARG002 - its signature
         """Lay the model over the ranks when training begins."""
-        module = _bare(model)
+        module = bare(model)
         if self.parallel is not None and self.parallel.module is module and self._planned is not None:
             return self._planned
         if not training:
@@ -127,13 +132,14 @@ class Trainer(transformers.Trainer):
             self.parallel.close()
         refuse_model(module, self.plan)
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        self._num_parameters = _num_parameters(module)
-        self._tied = _tied_names(module)
+        self._num_parameters = num_parameters(module)
+        self._tied = tied_names(module)
         self._groups = optimizer_file.names_of_groups(optimizer, module)
         with share_streams.kept(self._world.device):
             # Draws are those of one process' loop, in which transformers itself draws by torch's generators.
             self.parallel = apply_plan(module, self.plan, optimizer=optimizer, seed=self.args.seed, rng="torch")
-        self._planned = PlannedModule(self.parallel)
+        # As accelerate does, so that a loss outside of the model is computed in float32.
+        self._planned = PlannedModule(self.parallel, convert_to_fp32 if self.plan.precision == "bf16" else None)
         self._loss_kind = None
         # What accelerate would do to it, moving state between devices, belongs to the plan.
         self.optimizer = AcceleratedOptimizer(self.parallel.optimizer, device_placement=False)
@@ -147,6 +153,11 @@ class Trainer(transformers.Trainer):
         if self._has_ranks and hasattr(loader, "state"):
             loader.state = FirstProcess(loader.state)
         return loader
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as `transformers.Trainer.train`; every rank calls it."""
+        with skipping_on_each_rank():
+            return super().train(*args, **kwargs)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -178,12 +189,9 @@ class Trainer(transformers.Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # pyright: ignore[reportOptionalMemberAccess]
         inputs = self._prepare_inputs(inputs)
-        num_samples = parallel.splitter.count(inputs)
-        if parallel.dp_size > 1 and (
-            self._loss_kind is None
-            or (self._is_undecided and loss_parts.tells_apart(inputs, num_samples, shifts=self._loss_shifts_labels))
-        ):
-            self._find_loss_kind(model, inputs, num_samples, num_items_in_batch)
+        num_samples = 1 if parallel.dp_size == 1 else count_samples(parallel, inputs)
+        if parallel.dp_size > 1:
+            self._look_at_loss(model, inputs, num_samples, num_items_in_batch)
         share, weight = self._share_of(inputs, num_samples)
         with self._draws():
             with self.compute_loss_context_manager():
@@ -196,8 +204,8 @@ class Trainer(transformers.Trainer):
 
     def _draws(self) -> contextlib.AbstractContextManager[None]:
         self._num_forwards += 1
-        if self.parallel is None or self.parallel.dp_size == 1:
-            return contextlib.nullcontext()  # ranks that share layers draw alike, as one process
+        if self.parallel is None or not self._has_ranks:
+            return contextlib.nullcontext()
         number = self.state.global_step * 65_536 + self._num_forwards % 65_536
         share = self.parallel.dp_rank
         return share_streams.of_share(self._world.device, seed=self.args.seed, forward=number, share=share)
@@ -235,13 +243,29 @@ class Trainer(transformers.Trainer):
                 return Loss(torch.nan_to_num(loss) * 0.0, 0.0)
         return Loss(loss * weight, weight)
 
-    def _find_loss_kind(self, model: Any, inputs: Any, num_samples: int, num_items_in_batch: Any) -> None:
-        """Find what the loss of a batch is of its parts'; every rank calls it, with the same batch."""
+    def _look_at_loss(self, model: Any, inputs: Any, num_samples: int, num_items_in_batch: Any) -> None:
+        """Find what the loss of a batch is of its parts', or look now and then whether it is so still; every rank calls it."""
 
         def loss_of(batch: Any) -> torch.Tensor:
             loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=num_items_in_batch)
             return loss.detach()
 
+        shifts, device = self._loss_shifts_labels, self._world.device
+        if self._loss_kind is None or (
+            self._is_undecided and loss_parts.tells_apart(inputs, num_samples, shifts=shifts)
+        ):
+            self._find_loss_kind(model, loss_of, inputs, num_samples, num_items_in_batch)
+            self._num_looks = 0
+            return
+        self._num_looks += 1
+        if self._num_looks <= _FIRST_LOOKS or self._num_looks % _LOOK_EVERY == 0:
+            with torch.no_grad(), share_streams.kept(device):
+                loss_parts.refuse_other_kind(
+                    *(loss_of, inputs, num_samples), kind=self._loss_kind, shifts=shifts, model=bare(model), device=device,
+                    drops=self.plan.tp > 1,
+                )  # fmt: skip
+
+    def _find_loss_kind(self, model: Any, loss_of: Any, inputs: Any, num_samples: int, num_items_in_batch: Any) -> None:
         is_scaled = self._is_scaled(num_items_in_batch)
         # Means by samples and by labels are one as long as samples have equally many.
         self._is_undecided = not loss_parts.tells_apart(inputs, num_samples, shifts=self._loss_shifts_labels)
@@ -255,7 +279,7 @@ class Trainer(transformers.Trainer):
             finally:
                 model.train()
             self._loss_kind = loss_parts.find_kind_in_training(
-                *(loss_of, inputs, num_samples), kind=kind, shifts=shifts, model=_bare(model), device=device,
+                *(loss_of, inputs, num_samples), kind=kind, shifts=shifts, model=bare(model), device=device,
                 drops=self.plan.tp > 1,
             )  # fmt: skip
 
@@ -281,7 +305,7 @@ class Trainer(transformers.Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of one process, though a rank may hold fewer parameters."""
         count = super().floating_point_ops(inputs)
-        now = _num_parameters(self.model)
+        now = num_parameters(self.model)
         return count if self.parallel is None or not now else count * self._num_parameters // now
 
     # -- files ------------------------------------------------------------------------------------------------------------
@@ -292,7 +316,7 @@ class Trainer(transformers.Trainer):
             state_dict = self.parallel.full_state_dict()
             # One tensor, as in one process.
             state_dict |= {name: state_dict[first] for name, first in self._tied.items()}
-        with _kept_config(self.model):
+        with kept_config(self.model):
             super()._save(output_dir, state_dict)
         self._barrier()
 
@@ -337,7 +361,7 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the whole model's weights."""
         with self._whole():
-            super()._load_from_checkpoint(resume_from_checkpoint, None if model is None else _bare(model))
+            super()._load_from_checkpoint(resume_from_checkpoint, None if model is None else bare(model))
 
     def _load_best_model(self) -> None:
         """Load the whole model's weights."""
@@ -364,32 +388,3 @@ class Trainer(transformers.Trainer):
                 fix="search in one process, or start one run for each trial",
             )
         return super().hyperparameter_search(*args, **kwargs)
-
-
-def _bare(model: Any) -> Any:
-    """Return the user's own module."""
-    return model.module if isinstance(model, PlannedModule) else model
-
-
-@contextlib.contextmanager
-def _kept_config(model: Any) -> Iterator[None]:
-    """Undo what saving writes into a model's configuration, on the one rank that saves: its forward may read it."""
-    config = getattr(model, "config", None)
-    before = dict(vars(config)) if config is not None else {}
-    try:
-        yield
-    finally:
-        if config is not None:
-            vars(config).clear()
-            vars(config).update(before)
-
-
-def _num_parameters(model: Any) -> int:
-    return model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the further names of parameters -> their first name."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: other for name, value in named if (other := first.setdefault(id(value), name)) != name}

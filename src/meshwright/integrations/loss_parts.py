@@ -8,6 +8,7 @@ has only there. A loss that fits nothing compares samples with each other, and i
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,12 +19,22 @@ from meshwright.apply.state.undisturbed import GeneratorStates, undisturbed
 from meshwright.apply.tensor.search.operations import WithoutDropout
 from meshwright.describe.batches import split_samples
 from meshwright.errors import ApplyError
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
 Kind = Literal["sum", "samples", "labels"]
+_KINDS: dict[Kind, str] = {
+    "sum": "their sum",
+    "samples": "their mean weighted by samples",
+    "labels": "their mean weighted by labels",
+}
+_FIX = "a loss that compares samples, or balances experts over a batch, needs it whole: a plan with dp=1"
 IGNORED = -100
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCES = {torch.float64: (2e-7, 2e-6), torch.float32: (4e-6, 1e-4)}
+"""By how much equal losses may differ, by their dtype: at least, and where the order of samples alone makes more [fraction]."""
+_ROUNDINGS = 32.0
+"""How many times the difference that another order of the samples makes is tolerated [ratio]."""
 _COARSE = 3e-2
 _CLEAR = 8.0
 """What fits this many times better than the next is the answer [ratio]."""
@@ -46,32 +57,100 @@ def find_kind(
     """
     if num_samples < 2:
         return None
-    batch = with_ignored(batch, shifts=shifts)
-    first = _first_part(batch, num_samples, shifts=shifts)
-    parts = split_samples(batch, [first, num_samples - first])
-    whole = loss_of(batch)
-    losses = [loss_of(part).double().item() for part in parts]
-    sizes = {"sum": [1.0, 1.0], "samples": [float(first), float(num_samples - first)]}
-    labels = [count_labels(part, shifts=shifts) for part in parts]
-    if all(labels):
-        sizes["labels"] = [float(count) for count in labels]
-    wanted = whole.double().item()
-    errors: dict[Any, float] = {}
-    for kind, weights in sizes.items():
-        total = 1.0 if kind == "sum" else sum(weights)
-        found = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total
-        errors[kind] = abs(found - wanted) / max(abs(wanted), *map(abs, losses), 1e-30)
-    bound = _TOLERANCE.get(whole.dtype, _COARSE)
-    fitting = sorted((error, kind) for kind, error in errors.items() if error <= bound)
+    tried = _PartsOfLoss(loss_of, with_ignored(batch, shifts=shifts), num_samples, shifts=shifts)
+    fitting: list[tuple[float, Kind]] = sorted(
+        (error, kind) for kind, error in tried.errors.items() if error <= tried.bound
+    )
     if not fitting:
         raise ApplyError(
-            f"the loss of a batch is {wanted:.9g}, and those of its parts, of {first} and {num_samples - first} samples, are "
-            f"{losses[0]:.9g} and {losses[1]:.9g} (rule: their sum, or their mean weighted by samples or labels, is the loss)",
-            fix="a loss that compares samples, or balances experts over a batch, needs it whole: a plan with dp=1",
+            f"{tried.numbers} (rule: their sum, or their mean weighted by samples or labels, is the loss)", fix=_FIX
         )
     if len(fitting) == 1 or fitting[1][0] > _CLEAR * max(fitting[0][0], 1e-15):
         return fitting[0][1]
     return expected if any(kind == expected for _, kind in fitting) else fitting[0][1]
+
+
+def refuse_other_kind(
+    loss_of: Callable[[Any], torch.Tensor],
+    batch: Any,
+    num_samples: int,
+    *,
+    kind: Kind,
+    shifts: bool,
+    model: nn.Module,
+    device: torch.device,
+    drops: bool,
+) -> None:
+    """Refuse a batch whose loss does not follow from its parts' losses as that of the first batch did.
+
+    Args:
+        loss_of: As for `find_kind`.
+        batch: A later batch; a mapping.
+        num_samples: Its samples [count].
+        kind: What was found.
+        shifts: As for `find_kind`.
+        model: The model; it is left as it was. It is tried in training mode, unless it draws random numbers there.
+        device: Its device.
+        drops: Whether to let dropout draw.
+
+    Raises:
+        ApplyError: The parts do not give the loss of the whole.
+    """
+    if num_samples < 2:
+        return
+    with undisturbed(model, device), contextlib.nullcontext() if drops else WithoutDropout():
+        for trains in (True, False):
+            model.train(trains)
+            before = GeneratorStates(device)
+            tried = _PartsOfLoss(loss_of, batch, num_samples, shifts=shifts)
+            if not before.have_moved():
+                break
+    if tried.errors.get(kind, 0.0) > tried.bound:
+        raise ApplyError(
+            f"{tried.numbers}: it is not {_KINDS[kind]}, as it was for the first batch (some labels do not count, or a term of "
+            "the whole batch has begun)",
+            fix=f"a loss normalised by num_items_in_batch (compute_loss_func=). {_FIX[0].upper()}{_FIX[1:]}",
+        )
+
+
+class _PartsOfLoss:
+    """The losses of a batch and of two parts of it.
+
+    Args:
+        loss_of: As for `find_kind`.
+        batch: The batch.
+        num_samples: Its samples, two or more [count].
+        shifts: As for `find_kind`.
+    """
+
+    def __init__(self, loss_of: Callable[[Any], torch.Tensor], batch: Any, num_samples: int, *, shifts: bool) -> None:
+        first = _first_part(batch, num_samples, shifts=shifts)
+        parts = split_samples(batch, [first, num_samples - first])
+        whole = loss_of(batch)
+        wanted = whole.double().item()
+        losses = [loss_of(part).double().item() for part in parts]
+        sizes: dict[Kind, list[float]] = {"sum": [1.0, 1.0], "samples": [float(first), float(num_samples - first)]}
+        labels = [count_labels(part, shifts=shifts) for part in parts]
+        if all(labels):
+            sizes["labels"] = [float(count) for count in labels]
+        scale = max(abs(wanted), *map(abs, losses), 1e-30)
+        self.errors: dict[Kind, float] = {}
+        """For each kind, how far the parts are from the whole [fraction]."""
+        for kind, weights in sizes.items():
+            total = 1.0 if kind == "sum" else sum(weights)
+            found = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total
+            error = abs(found - wanted) / scale if math.isfinite(wanted) else 0.0  # told by the step itself
+            self.errors[kind] = error if math.isfinite(error) else math.inf
+        self.numbers = (
+            f"the loss of a batch is {wanted:.9g}, and those of its parts, of {first} and {num_samples - first} samples, are "
+            f"{losses[0]:.9g} and {losses[1]:.9g}"
+        )
+        least, most = _TOLERANCES.get(whole.dtype, (_COARSE, _COARSE))
+        if least < most:
+            turned = loss_of(map_tensors(batch, lambda t: t.flip(0) if t.dim() else t)).double().item()
+            least = min(max(least, _ROUNDINGS * abs(turned - wanted) / scale), most)
+        self.bound = least
+        """How far they may be [fraction]."""
 
 
 def tells_apart(batch: Any, num_samples: int, *, shifts: bool) -> bool:

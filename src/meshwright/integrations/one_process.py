@@ -6,17 +6,20 @@ batch and takes its part, as one process would; only rank 0 logs and writes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.errors import MissingDependencyError
 from meshwright.ranks.world import World
 
 try:
+    import transformers.trainer
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise MissingDependencyError(
-        f"this integration needs accelerate ({error})", fix="pip install 'meshwright[trainer]'"
+        f"this integration needs transformers and accelerate ({error})", fix="pip install 'meshwright[trainer]'"
     ) from error
 
 __all__: list[str] = []
@@ -35,6 +38,28 @@ class FirstProcess:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_state"], name)
+
+
+@contextlib.contextmanager
+def skipping_on_each_rank() -> Iterator[None]:
+    """Have a resumed run skip batches on every rank inside the context, also where accelerate lets its first process read.
+
+    Such a loader is made anew to skip, and would wait for that process again.
+    """
+    module: Any = transformers.trainer
+    skip = module.skip_first_batches
+
+    def skipped(loader: Any, num_batches: int = 0) -> Any:
+        found: Any = skip(loader, num_batches)
+        if isinstance(getattr(loader, "state", None), FirstProcess):
+            found.state = FirstProcess(found.state)
+        return found
+
+    module.skip_first_batches = skipped
+    try:
+        yield
+    finally:
+        module.skip_first_batches = skip
 
 
 def be_one_process(world: World) -> None:

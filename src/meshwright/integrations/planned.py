@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from meshwright.errors import ApplyError
 from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
@@ -16,10 +19,12 @@ class PlannedModule:
 
     Args:
         parallel: What `apply_plan` returned.
+        converted: Applied to what a call returns; None: nothing is.
     """
 
-    def __init__(self, parallel: ParallelModel) -> None:
+    def __init__(self, parallel: ParallelModel, converted: Callable[[Any], Any] | None = None) -> None:
         self.parallel = parallel
+        self._converted = converted
 
     @property
     def module(self) -> nn.Module:
@@ -27,7 +32,8 @@ class PlannedModule:
         return self.parallel.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parallel(*args, **kwargs)
+        outputs = self.parallel(*args, **kwargs)
+        return outputs if self._converted is None else self._converted(outputs)
 
     def train(self, mode: bool = True) -> PlannedModule:
         """Set training mode, or evaluation mode; return this object."""
@@ -44,3 +50,49 @@ class PlannedModule:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["parallel"].module, name)
+
+
+def count_samples(parallel: ParallelModel, batch: Any) -> int:
+    """Return the samples of a batch that a loop has collated [count].
+
+    Raises:
+        ApplyError: Its tensors have no common number of them.
+    """
+    try:
+        return parallel.splitter.count(batch)
+    except ApplyError as error:
+        raise ApplyError(
+            error.message,
+            fix="have the collator give each tensor one row for each sample (position_ids too), or use a plan with dp=1, whose "
+            "ranks take the whole batch",
+        ) from None
+
+
+def bare(model: Any) -> Any:
+    """Return the user's own module."""
+    return model.module if isinstance(model, PlannedModule) else model
+
+
+@contextlib.contextmanager
+def kept_config(model: Any) -> Iterator[None]:
+    """Undo what saving writes into a model's configuration, on the one rank that saves: its forward may read it."""
+    config = getattr(model, "config", None)
+    before = dict(vars(config)) if config is not None else {}
+    try:
+        yield
+    finally:
+        if config is not None:
+            vars(config).clear()
+            vars(config).update(before)
+
+
+def num_parameters(model: Any) -> int:
+    """Return the parameters that a model of transformers counts operations by; 0 of any other [count]."""
+    return model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters -> their first name."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: other for name, value in named if (other := first.setdefault(id(value), name)) != name}

@@ -41,6 +41,11 @@ def refuse_arguments(args: Any) -> None:
             "auto_find_batch_size=True repeats what ran out of memory on one rank, and the others wait for it",
             "auto_find_batch_size=False, with a per_device_train_batch_size that fits",
         ),
+        (
+            bool(getattr(args, "enable_jit_checkpoint", False)),
+            "enable_jit_checkpoint=True saves when one process is asked to end, and the others would wait for it",
+            "enable_jit_checkpoint=False, with save_steps",
+        ),
         (args.torch_compile, "torch_compile=True compiles a module that the plan then changes", "torch_compile=False"),
         (
             args.bf16_full_eval or args.fp16_full_eval,
@@ -61,6 +66,15 @@ def refuse_arguments(args: Any) -> None:
         raise ConfigError(
             f"{launcher} is set, as by 'accelerate launch' with a configuration that shards the model, and so does a plan",
             fix="start the script with torchrun, or with mw.launch",
+        )
+
+
+def refuse_generation(args: Any, plan: Plan) -> None:
+    """Raise ConfigError for evaluation by `generate` where ranks hold parts: it calls the model's layers by itself."""
+    if getattr(args, "predict_with_generate", False) and (plan.tp > 1 or (plan.zero == 3 and plan.dp > 1)):
+        raise ConfigError(
+            f"predict_with_generate=True generates with the user's own module, of which ranks have parts under the plan '{plan}'",
+            fix="predict_with_generate=False, or a plan of dp with zero=2 at most; after training, generate with the saved model",
         )
 
 

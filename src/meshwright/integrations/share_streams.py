@@ -2,7 +2,7 @@
 
 One process draws data and dropout from the same generators. Here ranks draw data alike, so that they see the same batches, and
 what a forward draws belongs to the seed, the number of the forward and the share. A resumed run draws what an uninterrupted one
-would, without a file for each rank.
+would, without a file for each rank. Under tp alone it is so too: a cut layer moves the generator that one process shuffles with.
 """
 
 from __future__ import annotations

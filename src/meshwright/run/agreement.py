@@ -16,7 +16,7 @@ from meshwright.run.sentinels.circles import NUM_PARTS, Circle
 
 __all__: list[str] = []
 
-_NUM_COUNTS = 8
+_NUM_COUNTS = 9
 """Numbers of a step's vector that are added up before what ranks must say alike [count]."""
 
 
@@ -67,6 +67,7 @@ class Agreement:
         moved: Whether this rank's buffers were written to since the last step or evaluation ended.
         knows_first: Whether all ranks wait for this before they run a forward.
         has_changed: Whether the model on this rank is to be tried on parts of the batch again.
+        has_news: Whether this rank has reasons that the others do not know.
         share: The number of this rank's share and of all shares, where ranks need the samples before theirs; else None [count].
     """
 
@@ -89,6 +90,7 @@ class Agreement:
         moved: bool = False,
         knows_first: bool = True,
         has_changed: bool = False,
+        has_news: bool = False,
         share: tuple[int, int] | None = None,
     ) -> None:
         self._group = group
@@ -101,7 +103,7 @@ class Agreement:
         self._switched = switched
         self._broken = broken
         self._held = held
-        flags = (wants_stop, switched is not None, broken is not None, moved, has_changed)
+        flags = (wants_stop, switched is not None, broken is not None, moved, has_changed, has_news)
         mine = [known_weight, float(num_samples), float(num_tokens), *map(float, flags)]
         for saying in sayings:
             mine += saying.circle.terms(saying.digest)
@@ -220,6 +222,11 @@ class Agreement:
     def has_changed(self) -> bool:
         """Whether the model is to be tried again, on any rank."""
         return self.wait()[7] > 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether any rank has reasons that the others do not know."""
+        return self.wait()[8] > 0
 
 
 def _in_parts(numbers: list[float]) -> list[list[float]]:

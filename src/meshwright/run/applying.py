@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshwright._torch_private import leave_to_interpreter
 from meshwright.apply.data.optimizer import refuse_coupled
 from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.shards.optimizer_state import OptimizerState
@@ -177,6 +178,7 @@ def apply_plan(
     axes |= {"zero": plan.zero} if plan.zero and plan.dp > 1 else {}
     if axes and plan.mode == "ranks" and isinstance(built, torch.optim.Optimizer):
         engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
+    leave_to_interpreter("meshwright")
     guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
     return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, pages=pages, seed=seed)
 

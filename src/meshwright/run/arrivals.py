@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.shards.switch import ShardSwitch
 from meshwright.errors import ApplyError
 
@@ -37,6 +38,7 @@ class GradientArrivals:
             for name, parameter in module.named_parameters()
             if _can(parameter)
         ]
+        self._call = module.register_forward_pre_hook(OwnHook(self._refuse_other_parameters))
 
     def _watch(self, name: str, parameter: nn.Parameter) -> int:
         """Add the hook of a parameter, and return its number among the parameter's."""
@@ -53,6 +55,19 @@ class GradientArrivals:
             return parameter.register_hook(hook).id
         finally:
             parameter.requires_grad_(False)
+
+    def _refuse_other_parameters(self, module: nn.Module, _: Any) -> None:
+        """Refuse a call with trained tensors in the place of the parameters, as MAML's inner steps make by torch.func."""
+        if not (torch.is_grad_enabled() and self._switch.runs_users_code):
+            return
+        for name, tensor in module.named_parameters():
+            if type(tensor) is torch.Tensor and tensor.requires_grad:  # a parameter of its own has a class of its own
+                raise ApplyError(
+                    f"the module was called with another tensor in the place of its parameter '{name}' "
+                    f"(torch.func.functional_call, as inner steps of MAML do) under the plan '{self._plan}': what trains that "
+                    "tensor is of this rank's share of the batch alone, and nothing would exchange it",
+                    fix="train such a model on one device (plan='single'), or compute the loss from outputs of model(...)",
+                )
 
     def _refuse(self, name: str) -> NoReturn:
         raise ApplyError(
@@ -75,6 +90,7 @@ class GradientArrivals:
             if hooks is not None:
                 hooks.pop(number, None)
         self._watched = []
+        self._call.remove()
 
 
 class _Aside:

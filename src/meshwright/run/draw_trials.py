@@ -151,6 +151,8 @@ class DrawsFound:
     """Whether a generator that the model's code keeps draws."""
     is_unseen: bool = False
     """Whether torch's generator draws where no call is seen."""
+    loose: list[str] = dataclasses.field(default_factory=list)
+    """Calls that a checkpoint repeats without the generator's state of their forward."""
     unclear: list[str] = dataclasses.field(default_factory=list)
     """Calls whose samples lie in an order that could not be tried."""
     dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
@@ -292,6 +294,9 @@ def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:
     """Take note of generators that do not draw by place."""
     found.uses_own |= any(one.uses_own for one in made)
     found.is_unseen |= any(one.is_unseen for one in made)
+    found.loose += [
+        f"draw {n} of {called(name)}" for one in made for (name, n), note in one.notes.items() if note.is_loose
+    ]
     return made
 
 

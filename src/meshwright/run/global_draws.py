@@ -40,6 +40,7 @@ _UNSEEN = (
     "a forward draws from torch's generator where it cannot be seen (another thread, or code compiled by itself): each rank "
     "draws for itself"
 )
+_LOOSE = "with other numbers than those of its forward; which ones depends on the plan"
 _UNPROVEN_CUT = (
     "rng: the cut model did not give the outputs of the whole one with the same random numbers; they may depend on tp"
 )
@@ -104,6 +105,8 @@ class GlobalDraws:
         self._sharers = list(sharers)
         self._found: DrawsFound | None = None
         self._told: dict[str, None] = {}
+        self._num_shared = 0
+        self._has_shared = False
         self._python: bool | None = None
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
@@ -122,6 +125,29 @@ class GlobalDraws:
         """Add a reason, once."""
         if len(self._told) < _MOST_TOLD:
             self._told[text if text.startswith("rng: ") else f"rng: {text}"] = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has reasons that the others may not know."""
+        return len(self._told) > self._num_shared
+
+    def share_reasons(self, *, is_wanted: bool) -> None:
+        """Take the reasons of all ranks after the first step, and whenever any has new ones; every rank calls it.
+
+        A pipeline's stages draw for themselves, so that a reason is known where the layer is.
+
+        Args:
+            is_wanted: Whether any rank had news when the step began; the same on every rank.
+        """
+        group = self._engine.everyone
+        if group.size == 1 or (self._has_shared and not is_wanted):
+            return
+        self._has_shared = True
+        with group.ledger.of_checks():
+            told = group.all_gather_json(list(self._told)[self._num_shared :], device=self._engine.device)
+        known = list(self._told)[: self._num_shared]
+        self._told = dict.fromkeys([*known, *(text for texts in told for text in texts)])
+        self._num_shared = len(self._told)
 
     def leave_to_torch(self, why: str) -> None:
         """Let torch's generators draw from now on, as with rng="torch", and tell why; alike on every rank."""
@@ -317,7 +343,7 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
-            beside = [found.uses_own, found.is_unseen, found.unclear]
+            beside = [found.uses_own, found.is_unseen, found.unclear, found.loose[:1]]
             own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
         told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
         self._why_torch = next((why for why, _ in told if why is not None), None)
@@ -347,11 +373,13 @@ class GlobalDraws:
 
     def _tell_beside(self, found: Sequence[Sequence[Any]]) -> None:
         """Tell what draws by no place, and what could not be tried: of each rank with samples."""
-        if any(uses_own for uses_own, _, _ in found):
+        if any(uses_own for uses_own, *_ in found):
             self.tell(_OWN_GENERATOR)
-        if any(is_unseen for _, is_unseen, _ in found):
+        if any(is_unseen for _, is_unseen, *_ in found):
             self.tell(_UNSEEN)
-        for call in dict.fromkeys(call for _, _, unclear in found for call in unclear):
+        for call in dict.fromkeys(call for *_, loose in found for call in loose):
+            self.tell(f"torch.utils.checkpoint(preserve_rng_state=False) repeats {call} in backward {_LOOSE}")
+        for call in dict.fromkeys(call for _, _, unclear, _ in found for call in unclear):
             self.tell(
                 f"the first batch does not show in what order {call} holds the samples; it may depend on the layout"
             )

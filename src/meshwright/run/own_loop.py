@@ -28,12 +28,15 @@ from meshwright.run.losses.loss import Loss
 from meshwright.run.own_backward import OwnBackward
 from meshwright.run.put_back import in_training_mode
 from meshwright.run.step import Stepper
+from meshwright.run.written_gradients import WrittenGradients
 from meshwright.spec import Plan
-from meshwright.trees import tensors_in
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
 FIX_PLAN = "call model.step(batch), or use a plan of dp, zero and tp for an own loop"
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 _LIVE: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
 
@@ -91,6 +94,8 @@ class OwnLoop:
         self._num_steps = num_steps
         self.has_looked_at_graph = False
         """Whether all of a loss's graph has been walked through once."""
+        self._gradients_left = WrittenGradients(self.engine, plan)
+        self._has_told_of_norms = False
         self._value = 0.0
         self._norm_is_finite = False
         self._around_step: contextlib.ExitStack | None = None
@@ -141,16 +146,35 @@ class OwnLoop:
         if not engine.is_prepared:
             stepper.refuse_early_change()
         stepper.own_draws.learn(args, kwargs)
+        self._tell_of_norms()
         if engine.is_prepared:
             return
+        if stepper.casts.dtype is not None:  # a script that casts its inputs, too: the search runs without autocast
+            args, kwargs = map_tensors((args, kwargs), _widened)
         with memory_returned(), in_training_mode(engine.module), unchanged_draws(engine):
             engine.prepare(lambda module: module(*args, **kwargs))
             stepper.own_draws.learn_cut()
         stepper.is_now_prepared()
 
-    def _agree(self, batch: Any, *, moved: bool = False) -> Agreement:
+    def _tell_of_norms(self) -> None:
+        """Add the layers that normalise over a share to the plan's reasons, once."""
+        if self._has_told_of_norms or not self.is_over_several_batches:
+            return
+        self._has_told_of_norms = True
+        layers = self.engine.module.named_modules()
+        name = next((name for name, layer in layers if isinstance(layer, _NORMS) and layer.training), None)
+        if name is not None:
+            text = f"batch: '{name}' normalises over each rank's share of the batch, and its statistics follow rank 0's"
+            self.stepper.rule.reasons += (text,)
+
+    def _agree(self, batch: Any, *, moved: bool = False, steps: bool = False) -> Agreement:
         """Start the exchange in which ranks compare what they must have alike."""
         stepper, engine = self.stepper, self.engine
+
+        def explain(topics: list[str]) -> None:
+            self._gradients_left.explain(topics)
+            stepper.sentinels.explain(topics)
+
         return Agreement(
             engine.everyone,
             engine.device,
@@ -161,9 +185,13 @@ class OwnLoop:
             switched=None,
             held=engine.trainable_states,
             broken=stepper.find_change(),
-            sayings=stepper.sentinels.sayings(batch, stepper.casts.dtype),
-            on_difference=stepper.sentinels.explain,
+            sayings=[
+                *stepper.sentinels.sayings(batch, stepper.casts.dtype),
+                *(self._gradients_left.sayings() if steps else ()),
+            ],
+            on_difference=explain,
             moved=moved,
+            has_news=stepper.draws is not None and stepper.draws.has_news,
         )
 
     def loss(self, batch: Any) -> Loss:
@@ -243,6 +271,7 @@ class OwnLoop:
         engine.add_gradients(kept)
         self.stepper.gate.has_own_gradients = True
         self._norm_is_finite = False
+        self._gradients_left.leave()
 
     # -- between backward and the optimizer -----------------------------------------------------------------------------
 
@@ -252,7 +281,10 @@ class OwnLoop:
             raise ConfigError(f"max_norm must be above 0, it is {max_norm}", fix="leave the call out to clip nothing")
         engine = self.engine
         norm = engine.norm_of_squares()
+        is_untouched = not self._gradients_left.are_written()
         clip_(self._gradients(), norm, max_norm)
+        if is_untouched:
+            self._gradients_left.leave()
         self._norm_is_finite = math.isfinite(norm.item())
         return norm.item()
 
@@ -283,9 +315,11 @@ class OwnLoop:
         with contextlib.ExitStack() as stack:
             stack.enter_context(engine.switch.plain())
             stepper.sentinels.begin_step()
-            agreement = self._agree(None, moved=engine.buffers_changed())
+            agreement = self._agree(None, moved=engine.buffers_changed(), steps=True)
             agreement.wait()
             stepper.stop_requested = agreement.wants_stop
+            if stepper.draws is not None:
+                stepper.draws.share_reasons(is_wanted=agreement.has_news)
             if agreement.buffers_moved:  # not earlier: backward may need what a forward has saved of them
                 engine.sync_buffers()
             stepper.sentinels.compare_if_due()
@@ -336,6 +370,10 @@ class OwnLoop:
         stack, self._around_step = self._around_step, None
         if stack is not None:
             stack.close()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _backward_alone(loss: torch.Tensor | Loss, *, retain_graph: bool) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright._torch_private import leave_to_interpreter
 from meshwright._torch_texts import says_written_into_expanded
 from meshwright.apply.data.flat_unit import WRITE_WHOLE
 from meshwright.apply.engine import Engine
@@ -135,6 +136,7 @@ class ParallelModel:
 
     def told(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Return a context out of which an exception is told to the ranks that would wait for this one."""
+        leave_to_interpreter("meshwright")
         return self.world.calls.during(kind, self._number)
 
     def step(self, batch: Any) -> StepResult:

@@ -145,12 +145,8 @@ class Stepper:
             on_phase("diagnose")
             engine.refuse_taken()
             parts = [micro_batch.batch for micro_batch in work.micro_batches]
-            error = diagnose(
-                *(engine, self._terms, parts, snapshot.random_state),
-                loss=sums.loss,
-                norm=norm_value,
-                around=work.around,
-            )
+            place = (engine, self._terms, parts, snapshot.random_state)
+            error = diagnose(*place, loss=sums.loss, norm=norm_value, around=work.around)
             self._leave_out(snapshot, error)
         else:
             if self.max_grad_norm is not None:
@@ -164,6 +160,8 @@ class Stepper:
         if sums.buffers_changed:
             engine.sync_buffers()
         self.stop_requested = agreement.wants_stop
+        if self.draws is not None:
+            self.draws.share_reasons(is_wanted=agreement.has_news)
         findings = self.sentinels.end_step(sums.loss, norm_value)
         return StepResult(
             loss=sums.loss,
@@ -258,7 +256,8 @@ class Stepper:
 
     def _watch(self) -> None:
         engine = self.engine
-        self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory)
+        follows_calls = engine.holds_parts or engine.copies > 1
+        self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory, follows_calls=follows_calls)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
         engine.guard_parts()
         self._hooks = GradientHooks.of(engine, accumulates=self.micro_batches > 1 or self.micro_batch_size is not None)
@@ -302,6 +301,7 @@ class Stepper:
             moved=moved,
             knows_first=knows_first,
             has_changed=may_try and self._watch_model.has_changed(parts),
+            has_news=self.draws is not None and self.draws.has_news,
             share=(self.engine.group.group_rank, self.engine.group.size) if has_places else None,
         )
         if (knows_first or moved) and agreement.buffers_moved:

@@ -72,3 +72,27 @@ def train_noted(seed: int) -> list[torch.Tensor]:
         model.step((torch.ones(4, 8), None))
     model.close()
     return module.seen[-2:]
+
+
+class DrawsInBackward(nn.Module):
+    """Adds noise to its gradient, which no trial sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's result."""
+        result = self.layer(x)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+        return result
+
+
+def reasons_after_the_first_step(plan: str) -> tuple[str, ...]:
+    """Return what this rank's plan says after one step of a model whose last layer draws."""
+    build = functools.partial(nn.Sequential, nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh(), DrawsInBackward())
+    model = mw.apply_plan(build, plan, loss_fn=lambda out, _: out.square().mean())
+    model.step(mw.split_batch((torch.ones(4, 8), torch.ones(4)), model))
+    model.close()
+    return model.plan.reasons

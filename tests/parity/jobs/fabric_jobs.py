@@ -104,3 +104,15 @@ def shuffled(plan: str | None, kind: str = "drawn") -> Found:
             x, y = rows().tensors
             found["losses"].append((model(x) - y).square().mean().item())
     return found
+
+
+def gathered_unevenly(plan: str) -> None:
+    """Gather one more row on each later rank."""
+    from lightning_fabric import Fabric
+
+    from meshwright.integrations.fabric import PlanStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=PlanStrategy(plan))
+    module = build()
+    fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    fabric.all_gather(torch.ones(1 + fabric.global_rank, 2))

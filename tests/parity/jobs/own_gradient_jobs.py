@@ -33,6 +33,17 @@ def _inner_step(model: Any, share: Any) -> None:
     torch.autograd.grad(square(model(share[0]), share), list(model.parameters()))
 
 
+def _inner_step_by_func(model: Any, share: Any) -> None:
+    own = dict(model.named_parameters())
+
+    def inner(parameters: Any) -> Any:
+        return square(torch.func.functional_call(model.module, parameters, (share[0],)), share)
+
+    found = torch.func.grad(inner)(own)
+    fast = {name: value - 0.1 * found[name] for name, value in own.items()}
+    model.backward(square(torch.func.functional_call(model.module, fast, (share[0],)), share), weight=len(share[0]))
+
+
 def _switched_on(model: Any, share: Any) -> None:
     frozen = model.module.out.weight.requires_grad_(False)
     model.step(share)
@@ -51,6 +62,7 @@ OWN_GRADIENTS = {
     "by_hand": _by_hand,
     "clipped": _clipped,
     "inner_step": _inner_step,
+    "inner_step_by_func": _inner_step_by_func,
     "switched_on": _switched_on,
     "penalty": _penalty,
 }

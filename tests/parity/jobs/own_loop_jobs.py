@@ -275,6 +275,22 @@ OTHER_SCRIPTS = {"by_torch": by_torch, "contrastive": contrastive, "frozen_criti
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
+def _write_own_gradients(model: Any, rank: int) -> None:
+    model.optimizer.step()
+    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    model.optimizer.step()
+
+
+AFTER_BACKWARD: dict[str, Callable[[Any, int], Any]] = {
+    "closure": lambda model, _: model.optimizer.step(lambda: 0.0),
+    "clipped by torch": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "zeroed": lambda model, _: model.module.zero_grad(set_to_none=False),
+    "written": _write_own_gradients,
+}
+
+
 def refused_way(plan: str, way: str) -> None:
     """Do one thing wrong in an own loop."""
     rank = 0 if (world := mw.current_world()) is None else world.rank
@@ -294,9 +310,6 @@ def refused_way(plan: str, way: str) -> None:
             model.backward(loss, weight=1, retain_graph=True)
             model.optimizer.step()
             model.backward(loss, weight=1)
-        elif way == "closure":
-            model.backward(loss, weight=1)
-            model.optimizer.step(lambda: 0.0)
         elif way == "nothing counts":
             model.backward(loss, weight=0)
         elif way == "not finite":
@@ -304,14 +317,9 @@ def refused_way(plan: str, way: str) -> None:
             model.optimizer.step()
         elif way == "shared":
             mw.apply_plan(nn.Sequential(model.module[1], nn.Linear(5, 2)), plan)
-        elif way == "clipped by torch":
-            model.backward(loss, weight=1)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        elif way == "zeroed":
-            model.backward(loss, weight=1)
-            model.module.zero_grad(set_to_none=False)
         else:
             model.backward(loss, weight=1)
+            AFTER_BACKWARD.get(way, lambda *_: None)(model, rank)
 
 
 def empty_share(plan: str) -> Found:
@@ -327,8 +335,34 @@ def empty_share(plan: str) -> Found:
         return {"told": told, "gradients": gradients, "second": _seen(model)}
 
 
-def with_buffers(plan: str) -> tuple[dict[str, Tensor], int]:
-    """Train a model with running statistics, and a scheduler; return its state and its steps."""
+def compiled_call(plan: str) -> tuple[float, float]:
+    """Return a loss whose forward a script compiles, and the same without."""
+    with mw.apply_plan(build_net, plan, optimizer=Sgd) as model:
+        x, y = mw.split_batch(batch_of(0), model)
+        model.backward((model(x) - y).square().mean(), weight=len(x))
+        found = []
+        for call in (torch.compile(lambda x: model(x) * 1.0, backend="eager"), model):
+            model.zero_grad()
+            found.append(model.backward((call(x) - y).square().mean(), weight=len(x)))
+        return found[0], found[1]
+
+
+def cast_inputs(plan: str) -> list[float]:
+    """Return losses of float32 layers under autocast, with inputs that the script has cast itself."""
+    with mw.apply_plan(lambda: build_net().float(), plan, optimizer=Sgd) as model:
+        losses = []
+        for step in range(2):
+            x, y = mw.split_batch(batch_of(step), model)
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(x.bfloat16()).float()
+            model.zero_grad()
+            losses.append(model.backward((outputs - y.float()).square().mean(), weight=len(x)))
+            model.optimizer.step()
+        return losses
+
+
+def with_buffers(plan: str) -> tuple[dict[str, Tensor], int, tuple[str, ...]]:
+    """Train a model with running statistics, and a scheduler; return its state, its steps and the plan's reasons."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).double()
@@ -341,7 +375,7 @@ def with_buffers(plan: str) -> tuple[dict[str, Tensor], int]:
             model.backward((model(x) - y).square().mean(), weight=len(x))
             model.optimizer.step()
             scheduler.step()
-        return model.full_state_dict(), model.num_steps
+        return model.full_state_dict(), model.num_steps, model.plan.reasons
 
 
 def by_matrices(plan: str) -> list[float]:

@@ -134,11 +134,20 @@ def what_is_refused(plan: str) -> dict[str, str]:
     return found
 
 
-def apply_compiled(plan: str) -> str:
-    """Return why a compiled module is refused."""
-    module = torch.compile(build_chain(), backend="eager")
+def apply_compiled(plan: str, way: str) -> str:
+    """Return why a module is refused that is compiled as a whole, in place, by its forward, or after the plan was applied."""
+    module: Any = build_chain()
+    if way == "whole":
+        module = torch.compile(module, backend="eager")
+    elif way == "in place":
+        module.blocks[1].compile(backend="eager")
+    elif way == "forward":
+        module.blocks[1].forward = torch.compile(module.blocks[1].forward, backend="eager")
     try:
-        mw.apply_plan(module, plan, loss_fn=losses.cross_entropy)  # pyright: ignore[reportArgumentType]
+        with mw.apply_plan(module, plan, loss_fn=losses.cross_entropy) as model:
+            if way == "after":
+                module.compile(backend="eager")
+            model.step(language(2))
     except mw.ApplyError as error:
         return str(error.message)
     return ""

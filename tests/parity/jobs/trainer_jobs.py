@@ -92,6 +92,22 @@ class Classifier(Regression):
         return {"loss": nn.functional.cross_entropy(y, labels, reduction="none").mean(), "logits": y}
 
 
+class Targets(Classes):
+    """The same classes by a name that says nothing of labels."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return {"x": row["x"], "target": row["labels"]}
+
+
+class Hidden(Regression):
+    """A mean over the samples that are not ignored, by labels of another name: a mean over samples in the first batch."""
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y = self.down(torch.tanh(self.up(x)))
+        return {"logits": y} if target is None else {"loss": nn.functional.cross_entropy(y, target), "logits": y}
+
+
 class Balance(Regression):
     """A loss with a term over the whole batch, in training alone."""
 
@@ -110,6 +126,8 @@ def build(kind: str) -> nn.Module:
         return Contrast().double()
     if kind in ("classes", "popped"):
         return Classifier().double()
+    if kind == "hidden":
+        return Hidden().double()
     if kind == "balance":
         return Balance().double()
     if kind == "norm":
@@ -160,7 +178,9 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
             return loss
 
         def _get_train_sampler(self, *args: Any) -> Any:
-            in_order = kind in ("classes", "popped")
+            if kind == "grouped":  # draws from torch's own generator in each epoch
+                return transformers.trainer_pt_utils.LengthGroupedSampler(2 * BATCH, lengths=list(range(SAMPLES)))
+            in_order = kind in ("classes", "popped", "hidden")
             return torch.utils.data.SequentialSampler(data) if in_order else super()._get_train_sampler(*args)
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,11 +194,11 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
     data: Any = (
         Points() if kind in ("regression", "contrast", "balance", "norm") else Stream() if kind == "stream" else Rows()
     )
-    data = Classes() if kind in ("classes", "popped") else data
+    data = Classes() if kind in ("classes", "popped") else Targets() if kind == "hidden" else data
     changes = {"max_steps": 4, **changes} if kind == "stream" else changes
     with tempfile.TemporaryDirectory() as place:
         more: dict[str, Any] = {} if plan is None else {"plan": plan}
-        if kind in ("tokens", "dropout"):
+        if kind in ("tokens", "grouped", "dropout"):
             more["compute_loss_func"] = sum_of_tokens
         trainer = Told(
             build(kind), arguments(directory or place, **changes), train_dataset=data, eval_dataset=data, **more

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from tests.tolerances import FLOAT64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.apply.randomness.sites import ForwardDraws, begin_again, in_forward
@@ -77,6 +78,36 @@ class InBackward(Base):
         return result
 
 
+class Loose(Base):
+    """Repeats its dropout in backward without the generator's state of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return F.dropout(self.layer(x), 0.5)
+
+        result: Any = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        return result
+
+
+class OwnNoise(Base):
+    """Adds noise of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.randn(x.shape, dtype=x.dtype, generator=self.noise)
+
+
+class Flattened(Base):
+    """Gives flattened sequences beside one row for each sample."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.layer(x)
+        return found.flatten(0, 1), found.mean(1)
+
+
 def _build(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
@@ -108,10 +139,31 @@ def _train(kind: type[nn.Module], line: str, loss: Any = _mean) -> tuple[list[fl
         (OwnGenerator, "a generator that the model's code keeps"),
         (InThread, "where it cannot be seen"),
         (InBackward, "code that runs in backward draws"),
+        (Loose, "preserve_rng_state=False) repeats draw 0 of the model itself in backward with other numbers"),
     ],
 )
 def test_what_may_depend_on_the_layout_is_told(kind: type[nn.Module], words: str) -> None:
     assert any(words in reason for reason in _train(kind, "micro_batches=3")[1])
+
+
+def test_a_model_that_draws_from_its_own_generator_is_refused_by_the_generators_place() -> None:
+    with pytest.raises(mw.ApplyError, match=r"a generator of its own, 'OwnNoise\.noise'"):
+        _train(OwnNoise, "micro_batches=3")
+
+
+@pytest.mark.parametrize("is_minor", [False, True])
+def test_flattened_outputs_beside_others_are_taken_in_parts(is_minor: bool) -> None:
+    """Labels of the last micro-batches had been looked at beside flattened outputs of others."""
+
+    def loss(outputs: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+        flat, pooled = outputs
+        turned = flat.view(-1, LENGTH, WIDTH).transpose(0, 1).flatten(0, 1) if is_minor else flat
+        labels = batch[0][..., 0].T.flatten() if is_minor else batch[0][..., 0].flatten()
+        return F.mse_loss(turned[:, 0], labels) + pooled.square().mean()
+
+    assert _train(Flattened, "micro_batches=3", loss)[0] == pytest.approx(
+        _train(Flattened, "single", loss)[0], rel=FLOAT64
+    )
 
 
 def test_the_order_of_samples_in_a_loss_is_found() -> None:

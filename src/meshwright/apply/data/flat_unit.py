@@ -118,6 +118,20 @@ class FlatUnit:
             values = values.as_strided(self._shapes[span.index], self._strides[span.index])
         return Piece(span, nn.Parameter(values, requires_grad=self.parameters[span.index].requires_grad))
 
+    def cut(self, value: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return the entries of a piece from what belongs to its whole parameter, in the optimizer's memory.
+
+        Args:
+            value: Of the parameter's shape; anything else, such as a count of steps, is copied.
+            piece: The piece.
+        """
+        span = piece.span
+        if value.shape != self._shapes[span.index]:
+            return value.clone()
+        flat = torch.empty(value.numel(), dtype=value.dtype, device=piece.tensor.device)  # in the order of the memory
+        flat.as_strided(self._shapes[span.index], self._strides[span.index]).copy_(value)
+        return flat[span.start : span.stop].clone().view_as(piece.tensor)
+
     def memory_format(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return a parameter's shape and its strides in the unit's memory."""
         return tuple(self._shapes[index]), tuple(self._strides[index])

@@ -11,7 +11,7 @@ import collections
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,16 @@ from torch import Tensor, nn
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
+
+
+class HoldsPieces(Protocol):
+    """Flat memory of several parameters, as this file sees it; see `flat_unit.FlatUnit`."""
+
+    parameters: list[nn.Parameter]
+    pieces: list[Any]
+
+    def cut(self, value: Tensor, piece: Any) -> Tensor: ...
+
 
 _PER_ELEMENT = (
     torch.optim.SGD,
@@ -206,21 +216,32 @@ def _copy(value: Any, known: dict[int, Any]) -> Any:
 
 
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ApplyError where an optimizer already holds state: that state belongs to whole parameters."""
-    if len(optimizer.state):
+    """Raise ApplyError where an optimizer already holds state that was not there when it was made.
+
+    Such state belongs to whole parameters. What torch.optim.Adagrad makes at once, before any step, is cut with them.
+    """
+    held = [state for state in optimizer.state.values() if state]
+    if held and not (type(optimizer) is torch.optim.Adagrad and all(not float(state["step"]) for state in held)):
         raise ApplyError(
-            f"the optimizer holds state of {len(optimizer.state)} whole parameters already, which this plan shards",
+            f"the optimizer holds state of {len(held)} whole parameters already, which this plan shards",
             fix="pass a factory such as functools.partial(torch.optim.AdamW, lr=3e-4), or an optimizer that has not stepped",
         )
 
 
-def hand_over_pieces(optimizer: torch.optim.Optimizer, pieces: Mapping[int, Sequence[nn.Parameter]]) -> None:
+def hand_over_pieces(
+    optimizer: torch.optim.Optimizer,
+    pieces: Mapping[int, Sequence[nn.Parameter]],
+    units: Sequence[HoldsPieces] = (),
+) -> None:
     """Replace an optimizer's parameters by pieces of them; its groups and their options stay.
 
     Args:
-        optimizer: The optimizer; it has no state.
+        optimizer: The optimizer; it has no state but what `require_fresh` lets pass.
         pieces: id of a parameter -> this rank's pieces of it, one or none. Parameters that are missing here stay.
+        units: What the parameters lie in, where their state is cut with them.
     """
+    for unit in units:
+        _cut_state(optimizer, unit)
     for group in optimizer.param_groups:
         kept = [
             (piece, name)
@@ -230,6 +251,16 @@ def hand_over_pieces(optimizer: torch.optim.Optimizer, pieces: Mapping[int, Sequ
         group["params"][:] = [piece for piece, _ in kept]
         if "param_names" in group:
             group["param_names"][:] = [name for _, name in kept]
+
+
+def _cut_state(optimizer: torch.optim.Optimizer, unit: HoldsPieces) -> None:
+    whole = [optimizer.state.pop(parameter, None) for parameter in unit.parameters]
+    for piece in unit.pieces:
+        state = whole[piece.span.index]
+        if state:
+            optimizer.state[piece.tensor] = {
+                key: unit.cut(value, piece) if isinstance(value, Tensor) else value for key, value in state.items()
+            }
 
 
 def refuse_other_state(optimizer: torch.optim.Optimizer) -> None:

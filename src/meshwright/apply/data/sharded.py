@@ -75,7 +75,7 @@ class ShardedEngine(DataParallelEngine):
             self._keep_whole = not acts_per_element(optimizer)
         self._make_units(keep_whole=self._keep_whole)
         if optimizer is not None:
-            hand_over_pieces(optimizer, self._held_pieces())
+            hand_over_pieces(optimizer, self._held_pieces(), self.units)
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_load_state_dict_post_hook(refuse_other_state))
 

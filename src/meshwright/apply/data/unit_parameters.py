@@ -9,9 +9,9 @@ from torch import nn
 
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.sharding import Sharding
+from meshwright.apply.modules.compiled import refuse_compiled
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.describe.layers import find_layers
-from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -33,12 +33,8 @@ def cut_into_units(
     Raises:
         ApplyError: A layer is compiled, and its values would have to be exchanged between calls of its layers.
     """
-    compiled = [name for name, child in module.named_modules() if type(child).__name__ == "OptimizedModule"]
-    if sharding.zero == 3 and compiled:
-        raise ApplyError(
-            f"'{compiled[0] or 'the model itself'}' is compiled, and ZeRO-3 exchanges its values between calls of its layers",
-            fix="pass the model before torch.compile, or use zero=2",
-        )
+    if sharding.zero == 3:
+        refuse_compiled(module, "ZeRO-3 exchanges its values between calls of its layers")
     units: list[FlatUnit] = []
     owners: list[nn.Module] = []
     for owner, members in _layers(module, dense, sharding):

@@ -5,6 +5,7 @@ Every engine swaps forwards and runs copies through this folder, so that modules
 copies    copies of modules and arguments that share nothing but tensors
 forwards  another forward for one module, by a subclass
 hooks     hooks that are left behind where a module is copied
+compiled  modules that torch.compile has compiled
 
 To replace a forward, use `forwards.py`, never an assignment to the instance.
 """

@@ -16,6 +16,7 @@ from meshwright.apply.finding import Finding
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.gradient_sums import GradientExit
 from meshwright.apply.held_state import HeldPart
+from meshwright.apply.modules.compiled import refuse_compiled
 from meshwright.apply.nested import OuterEngine
 from meshwright.apply.passes import StepWork, TermT
 from meshwright.apply.pipeline.executor import ScheduleExecutor, make_schedule
@@ -29,7 +30,7 @@ from meshwright.apply.pipeline.placed import Placed
 from meshwright.apply.pipeline.tensor_cut import closed_units, restrict, units_together, without_spanning
 from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.walking.stage_forward import is_own
-from meshwright.apply.pipeline.walking.unit_hooks import UnderWay, refuse_compiled, refuse_functional_call
+from meshwright.apply.pipeline.walking.unit_hooks import UnderWay, refuse_functional_call
 from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.tensor_layout import TensorLayout
@@ -83,7 +84,7 @@ class PipelineEngine(OuterEngine):
             everyone,
             f"pp={pp_group.size} reads the order of the model's layers off its first batch, and none has come yet",
         )
-        refuse_compiled(module)
+        refuse_compiled(module, "a pipeline has to follow the calls of the layers inside")
         self.pp_group = pp_group
         self._loss_group = loss_group
         self._plan = plan
@@ -95,8 +96,7 @@ class PipelineEngine(OuterEngine):
         self._under_way, self._copies_before = UnderWay(), EarlyCopies(module)
         self._placed: Placed
         schedule = self._schedule_of(1)
-        self._rank_of_stage = schedule.rank_of_stage
-        own = schedule.stages_of_rank(pp_group.group_rank)
+        self._rank_of_stage, own = schedule.rank_of_stage, schedule.stages_of_rank(pp_group.group_rank)
         self._post = Post(pp_group, self._rank_of_stage, plan.num_stages, own)
         if tensor is None:
             make_copies_equal(self.parameters, everyone)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
-from meshwright._torch_private import is_in_backward
+from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.names import LOSS, Names
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
@@ -44,6 +44,8 @@ class DrawNote:
     """The slices of the stream in which it ran, if in any."""
     within: tuple[Call, ...] = ()
     """The modules whose forwards were running, each with the number of its call."""
+    is_loose: bool = False
+    """Whether a checkpoint repeats it in backward without the generator's state of its forward."""
 
 
 class ForwardDraws:
@@ -363,7 +365,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     call = step.call_at(_mark(), forward)
     if forward.notes is not None:
         within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
-        forward.notes[call] = DrawNote(kind, shape, _running.slicing, within)
+        forward.notes[call] = DrawNote(kind, shape, _running.slicing, within, is_in_loose_checkpoint())
     return step.place_of(call, forward, shape, kind)
 
 

@@ -234,13 +234,15 @@ class Outside:
                 moment.add_slot(child._buffers, name, f"{type(child).__name__}.{name}", (id(child), name))
         return moment
 
-    def generator_states(self) -> list[Any]:
-        """Return the states of the random generators that the code keeps in attributes and variables."""
+    def generator_states(self) -> list[tuple[str, Any]]:
+        """Return (place, state) of the random generators that the code keeps in attributes and variables."""
         module = None if self._module is None else self._module()
-        children = () if module is None else module.modules()
-        own = [value for child in children for value in vars(child).values()]
-        held = [*own, *(_get(space, name) for space, name, _ in self._slots.values()), *self._values]
-        return [read_generator(value) for value in held if is_generator(value)]
+        held: list[tuple[str, Any]] = []
+        for path, child in () if module is None else module.named_modules():
+            held += [(f"{path or type(child).__name__}.{name}", value) for name, value in vars(child).items()]
+        held += [(label, _get(space, name)) for space, name, label in self._slots.values()]
+        held += [(type(value).__name__, value) for value in self._values]
+        return [(label, read_generator(value)) for label, value in held if is_generator(value)]
 
     @property
     def functions(self) -> list[types.FunctionType]:

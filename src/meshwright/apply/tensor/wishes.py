@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from meshwright.apply.modules.compiled import refuse_compiled
 from meshwright.errors import ApplyError, did_you_mean
 
 __all__: list[str] = []
@@ -34,9 +35,12 @@ def refuse_unknown(module: nn.Module, wanted: Mapping[str, str]) -> None:
 def refuse_opaque(module: nn.Module, num_ranks: int) -> None:
     """Raise ApplyError where a part of the model is compiled, and cannot be followed by the ranks that share its layers."""
     for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule) or type(child).__name__ == "OptimizedModule":
+        if isinstance(child, torch.jit.ScriptModule):
             raise ApplyError(
                 f"'{name or 'the model itself'}' is compiled, and what happens inside cannot be followed; "
                 f"tp={num_ranks} needs to see which tensors feed which",
-                fix="pass the model before torch.compile or torch.jit",
+                fix="pass the model before torch.jit",
             )
+    refuse_compiled(
+        module, f"tp={num_ranks} needs to see which tensors feed which: what happens inside cannot be followed"
+    )

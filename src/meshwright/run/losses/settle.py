@@ -19,7 +19,7 @@ from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
-from meshwright.run.losses.trial_writes import refusal_of
+from meshwright.run.losses.trial_writes import own_generator_error, refusal_of
 from meshwright.run.losses.trials import Evidence, examine, second_sample
 from meshwright.run.losses.weights import Counted, Guard
 from meshwright.trees import map_tensors, move_to, tensors_in
@@ -345,6 +345,8 @@ def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyEr
             "part by part",
             fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean",
         )
+    if evidence.own_generator:
+        return own_generator_error(evidence.own_generator, f"the loss is {evidence.numbers} (rank {rank})")
     if evidence.culprit == "model":
         return ApplyError(
             f"the model's forward mixes the samples of a batch: the loss is {evidence.numbers} (rank {rank}), so that the parts "

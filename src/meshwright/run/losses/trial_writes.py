@@ -44,3 +44,13 @@ def refusal_of(names: Sequence[tuple[int, str | None]]) -> ApplyError | None:
                 "initialised then; or leave the batch whole: dp=1 and micro_batches=1",
             )
     return None
+
+
+def own_generator_error(place: str, numbers: str) -> ApplyError:
+    """Return the error for a model that draws from a generator of its own, whose numbers follow the cut of the batch."""
+    return ApplyError(
+        f"the model's forward draws from a generator of its own, '{place}', which gives each part of a batch other numbers: "
+        f"{numbers}, so that the parts which this plan takes do not give one device's loss",
+        fix="draw from torch's own generator (torch.randn(..., generator=None)), whose numbers rng='global' gives by place; or "
+        "leave the batch whole: dp=1 and micro_batches=1",
+    )

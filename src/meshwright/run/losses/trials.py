@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.modules.copies import own_copy
+from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, undisturbed
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.loss import LossTerm
@@ -85,6 +86,8 @@ class TrialOutcome:
     """Why nothing can be concluded from it."""
     written: tuple[tuple[str, Tensor], ...] = ()
     """Parameters that the forward has set, by FQN; they are put back."""
+    own_generator: str = ""
+    """The place of a generator of the model's own that has drawn."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -108,6 +111,8 @@ class Evidence:
     """A parameter that the forward sets by its batch."""
     branches: bool = False
     """Whether the model's forward reads values of its batch in Python, so that another batch may take another way."""
+    own_generator: str = ""
+    """The place of a generator of the model's own that draws in its forward."""
     culprit: str = "loss"
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
@@ -162,6 +167,7 @@ def run_trial(
             isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in module.modules()
         )
         generators, versions, watch = GeneratorStates(device), buffer_versions(module), _Watch()
+        own = Outside.of(module).generator_states()
         try:
             with (
                 warnings.catch_warnings(action="ignore"),
@@ -196,6 +202,9 @@ def run_trial(
             watch.has_class_weights,
             branches,
             obstacle=obstacle,
+            own_generator=next(
+                (a[0] for a, b in zip(own, Outside.of(module).generator_states(), strict=False) if a != b), ""
+            ),
         )
 
 
@@ -250,6 +259,7 @@ def examine(
         is_total=_gap(whole.value, [o.value for o in outcomes], [1.0] * len(parts), divide=False) < _LOW_PARAMETERS,
         has_class_weights=whole.has_class_weights,
         branches=whole.branches,
+        own_generator=whole.own_generator,
     )
     if found.is_sum:
         return found

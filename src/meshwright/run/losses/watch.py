@@ -8,10 +8,11 @@ value, a mask that is no longer all true, weights that differ, new sizes, or a c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +78,10 @@ class LossWatch:
         self._values: list[Any] = []
         self._num_changes: Counter[int] = Counter()
         self._num_looks = 0
-        self._rows: tuple[int, ...] | None = None
+        self._rows: dict[int, int] | None = None
+        """Outputs that have rows for each sample -> how many of them, one after the other [count]."""
+        self._is_untried = False
+        """Whether outputs of several rows a sample were not cut yet: the samples may lie in another order."""
         self._before: tuple[Any, Any] | None = None
         self._wanted = False
         self.failure: ApplyError | None = None
@@ -156,7 +160,7 @@ class LossWatch:
                 found = self._compare(outputs, part)
             except Exception:  # noqa: BLE001 - the user's loss: parts of these outputs cannot be taken
                 found = None
-            self._rows = self._rows or ()
+                self.is_on = self.is_on and not self._is_untried
         if found is not None:
             self.failure = found
 
@@ -178,19 +182,27 @@ class LossWatch:
         is_elsewhere = any(tensor.is_meta or isinstance(tensor, WrapperTensor) for tensor in tensors)
         if size > _TOO_LARGE_BYTES or is_elsewhere:
             return None
-        rows = tuple(index for index, t in enumerate(tensors) if t.dim() > 0 and t.shape[0] == count)
+        rows = {
+            index: t.shape[0] // count
+            for index, t in enumerate(tensors)
+            if t.numel() and t.dim() and not t.shape[0] % count
+        }
+        if self._rows is None and count == 1 and any(num > 1 for num in rows.values()):
+            return None  # of one sample it cannot be told whether they are its rows
         is_first = self._rows is None
         if is_first:
             self._rows = rows
-        if not rows or not set(self._rows or ()) <= set(rows):
+        if not rows or not (self._rows or {}).items() <= rows.items():
             return None
-        pair = _plain(outputs, self._rows or ()), part
+        self._is_untried = self._is_untried or (is_first and any(num > 1 for num in rows.values()))
+        pair = _plain(outputs, self._rows or {}), part
         first = pair if count == 1 else next(self._cut(pair, [1, count - 1]))
         before, self._before = self._before, first
         if size > _LARGE_BYTES and count > _NUM_ROWS:
             pair, count = next(self._cut(pair, [_NUM_ROWS, count - _NUM_ROWS])), _NUM_ROWS
         found = self._compare_halves(pair, count, is_first=is_first) if count > 1 else None
-        joined = None if before is None else _joined(before, first, self._rows or ())
+        self._is_untried = False
+        joined = None if before is None or not self.is_on else _joined(before, first, self._rows or {})
         return found if found is not None or joined is None else self._compare_halves(joined, 2, is_first=False)
 
     def _compare_halves(self, pair: tuple[Any, Any], count: int, *, is_first: bool) -> ApplyError | None:
@@ -223,8 +235,11 @@ class LossWatch:
     def _cut(self, pair: tuple[Any, Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         start = 0
         for size, part in zip(sizes, split_samples(pair[1], sizes), strict=True):
-            rows = slice(start, start + size)
-            yield _map_rows(pair[0], self._rows or (), lambda tensor, rows=rows: tensor[rows]), part
+
+            def cut(tensor: Tensor, num: int, start: int = start, stop: int = start + size) -> Tensor:
+                return tensor[start * num : stop * num]
+
+            yield _map_rows(pair[0], self._rows or {}, cut), part
             start += size
 
     def _value(self, pair: tuple[Any, Any]) -> float | None:
@@ -248,16 +263,21 @@ def _is_read_by_losses(path: Path) -> bool:
     return not path or path[0] == 1 or name == "y" or any(word in name for word in _NAMES)
 
 
-def _map_rows(tree: Any, rows: Sequence[int], function: Callable[[Tensor], Tensor]) -> Any:
-    places = iter(range(len(list(tensors_in(tree)))))
-    return map_tensors(tree, lambda tensor: function(tensor) if next(places) in rows else tensor)
+def _map_rows(tree: Any, rows: Mapping[int, int], function: Callable[[Tensor, int], Tensor]) -> Any:
+    places = itertools.count()
+
+    def mapped(tensor: Tensor) -> Tensor:
+        place = next(places)
+        return function(tensor, rows[place]) if place in rows else tensor
+
+    return map_tensors(tree, mapped)
 
 
-def _plain(outputs: Any, rows: Sequence[int]) -> Any:
+def _plain(outputs: Any, rows: Mapping[int, int]) -> Any:
     return map_tensors(outputs, lambda tensor: tensor.detach()) if rows else outputs
 
 
-def _joined(first: tuple[Any, Any], second: tuple[Any, Any], rows: Sequence[int]) -> tuple[Any, Any] | None:
+def _joined(first: tuple[Any, Any], second: tuple[Any, Any], rows: Mapping[int, int]) -> tuple[Any, Any] | None:
     """Return two samples as one batch; None where their shapes differ."""
     columns = [list(zip(tensors_in(a), tensors_in(b), strict=False)) for a, b in zip(first, second, strict=True)]
     if any(a.shape != b.shape or a.dtype != b.dtype for column in columns for a, b in column):

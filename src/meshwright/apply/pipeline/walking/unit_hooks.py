@@ -39,20 +39,6 @@ class UnderWay:
         return None if walk is None or walk.is_paused else walk
 
 
-def refuse_compiled(module: nn.Module) -> None:
-    """Refuse a module whose forward cannot be followed.
-
-    Raises:
-        ApplyError: It, or a part of it, is compiled.
-    """
-    for name, child in module.named_modules():
-        if type(child).__name__ == "OptimizedModule" or getattr(child, "_compiled_call_impl", None) is not None:
-            raise ApplyError(
-                f"'{name or 'the model'}' is compiled, and a pipeline has to follow the calls of the layers inside",
-                fix="apply the plan to the model before torch.compile, or use pp=1",
-            )
-
-
 def refuse_functional_call(error: Exception) -> Exception:
     """Return the error that names torch.func.functional_call where it met a layer of another stage; else the error itself."""
     # Such a layer has no parameters that torch could exchange, and what it says of that does not name the plan.
