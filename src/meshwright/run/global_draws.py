@@ -211,7 +211,7 @@ class GlobalDraws:
         if not self._draws_by_python:
             return forward
         apart = f"/{self.share}/{first}" if self._python_apart else ""
-        return _both(forward, self._python_draws(kind, number, apart))
+        return self._python_draws(kind, number, apart, forward)
 
     def _text_of(self, kind: str) -> str:
         place = {"trial": "", "step": f"/{self.step}", "evaluate": f"/{self.step}/{self.num_evaluations}"}[kind]
@@ -229,7 +229,13 @@ class GlobalDraws:
         return self._sharers.index(own) if own in self._sharers else 0
 
     @contextlib.contextmanager
-    def _python_draws(self, kind: str, number: int = 0, apart: str = "") -> Iterator[None]:
+    def _python_draws(
+        self,
+        kind: str,
+        number: int = 0,
+        apart: str = "",
+        forward: contextlib.AbstractContextManager[None] | None = None,
+    ) -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
         if not self._draws_by_python:
             yield
@@ -239,7 +245,8 @@ class GlobalDraws:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
-            yield
+            with forward or contextlib.nullcontext():
+                yield
         finally:
             before.restore()
 
@@ -391,11 +398,3 @@ def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
 
 def _from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
     return {(name, number): SiteDims(*rest, kind=kind) for name, number, kind, *rest in rows}
-
-
-@contextlib.contextmanager
-def _both(
-    one: contextlib.AbstractContextManager[None], other: contextlib.AbstractContextManager[None]
-) -> Iterator[None]:
-    with one, other:
-        yield

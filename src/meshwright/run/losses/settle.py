@@ -166,8 +166,7 @@ class ModelWatch:
 
     def _module_has_changed(self) -> bool:
         sizes = [len(own) for own, _ in self._slots]
-        is_first = not self._slots
-        if is_first or sizes != self._sizes:
+        if (is_first := not self._slots) or sizes != self._sizes:
             left_out = OF_TORCH - set(_HOOKS)
             own = [vars(child) for child in self._engine.module.modules() if not _is_plain(child)]
             self._plain = [vars(child) for child in self._engine.module.modules() if _is_plain(child)]
@@ -214,8 +213,7 @@ def _is_due(num_changes: int) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
-    return is_of_torch and all(name in vars(module) for name in ("training", *_HOOKS))
+    return type(module).__module__.startswith("torch.nn.modules.") and vars(module).keys() >= {"training", *_HOOKS}
 
 
 # -- the trials -----------------------------------------------------------------------------------------------------------
