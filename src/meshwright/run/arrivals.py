@@ -38,7 +38,7 @@ class GradientArrivals:
             for name, parameter in module.named_parameters()
             if _can(parameter)
         ]
-        self._call = module.register_forward_pre_hook(OwnHook(self._refuse_other_parameters))
+        self._call = module.register_forward_pre_hook(OwnHook(self._refuse_other_parameters, only_looks=True))
 
     def _watch(self, name: str, parameter: nn.Parameter) -> int:
         """Add the hook of a parameter, and return its number among the parameter's."""

@@ -249,14 +249,14 @@ def refusal_of_stages(stages: dict[str, int]) -> tuple[str, str | None]:
 
 
 class Reads(Chain):
-    """Its forward looks at a number that the first stage computes."""
+    """Its forward looks at a number that the last layer computes."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.wte(ids)
-        if float(x.sum().item()) > 1e9:
-            x = x * 2
         for layer in self.layers:
             x = layer(x)
+        if float(x.sum().item()) > 1e9:
+            x = x * 2
         return F.linear(x, self.wte.weight)
 
 

@@ -14,9 +14,17 @@ class OwnHook:
     Args:
         run: The hook.
         on_copy: Called, where the module is copied, with the copies so far by id; it may refuse.
+        only_looks: Whether it touches no tensor and runs no code of the user's, so that whoever follows a forward may pass it over.
     """
 
-    def __init__(self, run: Callable[..., Any], on_copy: Callable[[Mapping[int, Any]], None] | None = None) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        on_copy: Callable[[Mapping[int, Any]], None] | None = None,
+        *,
+        only_looks: bool = False,
+    ) -> None:
+        self.only_looks = only_looks
         self._run = run
         self._on_copy = on_copy
 

@@ -21,7 +21,7 @@ __all__: list[str] = []
 class Memory:
     """Shared memory of one forward's tensors, as one stage knows it."""
 
-    __slots__ = ("_copies", "_inputs", "_moved", "_stage", "has_inputs", "is_touched")
+    __slots__ = ("_copies", "_inputs", "_is_of_layer", "_moved", "_stage", "has_inputs", "is_touched")
 
     def __init__(self, stage: int) -> None:
         self.is_touched = False
@@ -29,6 +29,7 @@ class Memory:
         self.has_inputs = False
         """Whether one stage alone has written into a tensor that each of them has of its own, such as one of the batch."""
         self._inputs: list[tuple[Tensor, StageValue, int | None]] = []
+        self._is_of_layer = False
         self._stage = stage
         self._copies: list[tuple[StageValue, Tensor]] = []
         self._moved: dict[int, Tensor] = {}
@@ -51,14 +52,16 @@ class Memory:
             self._moved[place] = tensor  # held: another one must not come to lie at its address
             self.is_touched = True
 
-    def note_input(self, tensor: Tensor, value: StageValue) -> None:
+    def note_input(self, tensor: Tensor, value: StageValue, *, by_layer: bool) -> None:
         """Record that one stage has written into a tensor that each of them has of its own.
 
         Args:
             tensor: The tensor.
             value: What is known of it from now on: the stage that has what was written.
+            by_layer: Whether a layer has, and not the code between layers, which all stages run.
         """
         if memory_key(tensor) is not None:
+            self._is_of_layer |= by_layer
             self._inputs.append((tensor, value, value.home))
             self.has_inputs = True
 
@@ -68,7 +71,7 @@ class Memory:
         It alone has the values of the tensor, which on one device is another name of what was written. None where none has.
 
         Raises:
-            ApplyError: Several stages have, and none has the values of all.
+            ApplyError: Several stages have, and none has the values of all; or a layer has.
         """
         found = [entry[1:] for entry in self._inputs if _overlap(tensor, entry[0])]
         if not found:
@@ -76,7 +79,7 @@ class Memory:
         # One that a later stage wrote into after that is a copy there, apart from this memory.
         homes = {home for value, first in found for home in (value.home, first)}
         home = homes.pop()
-        if homes or home is None:
+        if homes or home is None or self._is_of_layer:
             raise ApplyError(
                 f"a layer, or code between layers, writes into a tensor of the batch, and other code uses another one, of "
                 f"shape {list(tensor.shape)}, that shares its memory; only the stage that writes has what was written",

@@ -199,7 +199,7 @@ class Bookkeeping(TorchFunctionMode):
 
         return replace_tensors(tree, numbers)
 
-    def _note_written(self, target: Tensor, home: int | None) -> None:
+    def _note_written(self, target: Tensor, home: int | None, *, by_layer: bool = False) -> None:
         """Record that this stage has written into a tensor."""
         known = value_of(target)
         if known is None or known.owner is not self:
@@ -207,20 +207,20 @@ class Bookkeeping(TorchFunctionMode):
             known = StageValue(self, home, target, None)
             mark(target, known)
             if is_input:
-                self._memory.note_input(target, known)
+                self._memory.note_input(target, known, by_layer=by_layer)
         known.home = home
         known.sent_to = set()
         if home is not None:
             self._memory.note_written(known)
 
-    def _write_remote(self, target: Tensor, meta: Meta, home: int | None) -> None:
+    def _write_remote(self, target: Tensor, meta: Meta, home: int | None, *, by_layer: bool = False) -> None:
         """Record that another stage has written into a tensor."""
         value = value_of(target)
         if value is None or value.owner is not self:
             is_input = value is None and home is not None
             value = StageValue(self, home, None, None)
             if is_input:
-                self._memory.note_input(target, value)
+                self._memory.note_input(target, value, by_layer=by_layer)
         elif value.home == self.stage and (real := value.real) is not None:
             self._memory.note_moved(real)
         value.lose()

@@ -196,7 +196,7 @@ class StageForward(Bookkeeping):
         if now != versions:
             for tensor, old_version, version in zip(given, versions, now, strict=True):
                 if version != old_version:
-                    self._note_written(tensor, self.stage)
+                    self._note_written(tensor, self.stage, by_layer=True)
         old = {id(tensor) for tensor in given}
         leaves = self._stage_map.flow.leaves.get(name, ())
         places = [] if call is None else places_of_call(*call)
@@ -219,7 +219,7 @@ class StageForward(Bookkeeping):
             if known.writes or known.effects:
                 given = tensors_of_call(*call, places_of_call(*call, depth=DEEP))
             for place, meta in known.writes:
-                self._write_remote(given[place], meta, stage)
+                self._write_remote(given[place], meta, stage, by_layer=True)
         if known.effects:
             refuse_unseen(name, known.effects, self._stage_map.flow.leaves.get(name, ()))
         return self._stand_in(known, stage, given, call)

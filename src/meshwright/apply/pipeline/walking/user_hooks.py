@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
+from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.pipeline.walking.stand_ins import StrayValueError
 from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError
 from meshwright.errors import ApplyError
@@ -53,7 +54,7 @@ def guard_hooks(module: nn.Module, watcher: Callable[[], Watcher | None]) -> Non
     """Guard the hooks that a module has now."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in hooks.items():
-            if type(hook) is not GuardedHook:
+            if type(hook) is not GuardedHook and not (isinstance(hook, OwnHook) and hook.only_looks):
                 hooks[key] = GuardedHook(hook, watcher)
 
 
