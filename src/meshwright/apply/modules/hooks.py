@@ -14,7 +14,7 @@ class OwnHook:
     Args:
         run: The hook.
         on_copy: Called, where the module is copied, with the copies so far by id; it may refuse.
-        only_looks: Whether it touches no tensor and runs no code of the user's, so that whoever follows a forward may pass it over.
+        only_looks: Whether it touches no tensor and runs no code of the user's; who follows a forward may pass it over.
     """
 
     def __init__(

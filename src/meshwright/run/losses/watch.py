@@ -192,8 +192,8 @@ class LossWatch:
         is_first = self._rows is None
         if is_first:
             self._rows = rows
-        if not rows or not (self._rows or {}).items() <= rows.items():
-            return None
+        if not rows or not self._rows or not self._rows.items() <= rows.items():
+            return None  # none with the first batch: packed samples, whose rows another batch may divide by chance
         self._is_untried = self._is_untried or (is_first and any(num > 1 for num in rows.values()))
         pair = _plain(outputs, self._rows or {}), part
         first = pair if count == 1 else next(self._cut(pair, [1, count - 1]))
