@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from meshwright.describe.flow import ProductFlow, core_steps
 from meshwright.describe.ownership import Ownership
 from meshwright.describe.per_sample import Samples
-from meshwright.describe.recorder import ForwardRecorder, IssuedCalls, LayerCall, Step
+from meshwright.describe.recorder import ForwardRecorder, LayerCall, Step
 from meshwright.spec.layer import HostCalls, LayerBond, LayerSpec, SharedParameter
 from meshwright.spec.operator import CONVOLUTION, OperatorSpec, Split
 from meshwright.units import format_bytes
@@ -161,8 +162,7 @@ class LayerAssembly:
         issued = [self._recorder.issued[layer]]
         if layer and layer == self._order[0]:
             issued.append(self._recorder.issued[""])
-        names = [field.name for field in dataclasses.fields(IssuedCalls)]
-        return HostCalls(**{name: sum(getattr(one, name) for one in issued) for name in names})
+        return HostCalls(**sum(issued, Counter[str]()))
 
     def _flops(self, step: Step) -> float:
         shares = [self._samples.of_product(each, weight_factor=step.weight_factor) for each in step.products]

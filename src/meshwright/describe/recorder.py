@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any, Final
 
@@ -86,18 +86,6 @@ class LayerCall:
     num_calls: int = 0
 
 
-@dataclasses.dataclass(slots=True)
-class IssuedCalls:
-    """What a layer has the host issue: calls by kind, as `HostCalls` has them."""
-
-    operators: int = 0
-    differentiated: int = 0
-    views: int = 0
-    differentiated_views: int = 0
-    modules: int = 0
-    between: int = 0
-
-
 class ForwardRecorder(Constants):
     """Records a forward that runs inside this context. Use it once.
 
@@ -113,8 +101,8 @@ class ForwardRecorder(Constants):
         self.steps: list[Step] = []
         self.calls: dict[str, LayerCall] = {}
         """By layer, in the order of the first calls."""
-        self.issued: defaultdict[str, IssuedCalls] = defaultdict(IssuedCalls)
-        """By layer; "" before the first one."""
+        self.issued: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Layer -> what it has the host issue, calls by kind as `HostCalls` has them; "" before all layers."""
         self.names: dict[int, str] = {}
         """Memory of a parameter -> its first name."""
         self.outputs: frozenset[int] = frozenset()
@@ -174,7 +162,7 @@ class ForwardRecorder(Constants):
         def enter(*_: Any) -> None:
             self._stack.append(name)
             self.where = name
-            self.issued[name if is_layer else self._layer_now].modules += 1
+            self.issued[name if is_layer else self._layer_now]["modules"] += 1
             if is_layer:
                 self._layer_stack.append(name)
                 self.calls.setdefault(name, LayerCall()).num_calls += 1
@@ -278,14 +266,14 @@ class ForwardRecorder(Constants):
     def _count_issued(self, reads: Iterable[int], outputs: list[Tensor], *, is_view: bool) -> None:
         """Count a call of the host, and follow which memories have a gradient."""
         issued, has_gradient = self.issued[self._layer_now], not self._differentiated.isdisjoint(reads)
-        issued.between += not self._layer_stack
+        issued["between"] += not self._layer_stack
         has_gradient = has_gradient and any(tensor.is_floating_point() or tensor.is_complex() for tensor in outputs)
         if is_view:
-            issued.views += 1
-            issued.differentiated_views += has_gradient
+            issued["views"] += 1
+            issued["differentiated_views"] += has_gradient
             return
-        issued.operators += 1
-        issued.differentiated += has_gradient
+        issued["operators"] += 1
+        issued["differentiated"] += has_gradient
         memories = map(storage_id, outputs)
         (self._differentiated.update if has_gradient else self._differentiated.difference_update)(memories)
 

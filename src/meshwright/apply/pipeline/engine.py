@@ -169,11 +169,7 @@ class PipelineEngine(OuterEngine):
         lines = [
             f"pp={self.pp_group.size} cuts {len(stages)} layers into {plan.num_stages} stages: {shares} of the work"
         ]
-        firsts = self._placed.stage_map.flow.firsts
-        if firsts:
-            lines.append(
-                f"code between the layers reads values, which the first stage tells the others: {'; '.join([*firsts][:2])}"
-            )
+        lines += self._placed.stage_map.flow.reasons()
         if tied:
             lines.append(f"used on several stages, gradients summed: {', '.join(tied[:4])}")
         detailed = plan.replace(stages=stages, reasons=(*plan.reasons, *lines))
