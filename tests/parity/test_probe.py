@@ -11,13 +11,13 @@ import meshwright as mw
 from meshwright.errors import ConfigError
 from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.measure.probe_listing import show_cluster
-from meshwright.measure.probe_sizes import COLLECTIVE_BYTES, STAGES
+from meshwright.measure.probe_sizes import COLLECTIVE_BYTES, VISITS
 
 
 def test_a_probe_is_a_cluster_that_the_planner_reads(tmp_path: Path) -> None:
     seen: list[str] = []
     cluster = mw.probe_cluster(2, budget_s=0.005, on_stage=lambda name, _index, _count: seen.append(name))
-    assert seen == list(STAGES)
+    assert seen == list(VISITS)
     assert cluster.num_devices == 2
     assert cluster.link is not None
     assert cluster.efficiency is not None

@@ -17,7 +17,7 @@ from meshwright.hardware.exchanges import EXCHANGES
 from meshwright.host import host_memory_bytes, usable_cores
 from meshwright.measure.host_pace import copy_rate
 from meshwright.measure.probe_cores import CoreUse, share_of_others
-from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, LARGE, STAGES, attention_rates, exchange_name
+from meshwright.measure.probe_sizes import BUDGET_S, COLLECTIVE_BYTES, LARGE, VISITS, attention_rates, exchange_name
 from meshwright.ranks.launch import QUICK_STOP_S, launch
 
 __all__: list[str] = []
@@ -62,7 +62,7 @@ def probe_cluster(
 
     def tell(rank: int, event: dict[str, Any]) -> None:
         if on_stage is not None and rank == 0 and "probe" in event:
-            on_stage(event["probe"], STAGES.index(event["probe"]), len(STAGES))
+            on_stage(event["probe"], event["place"], len(VISITS))
 
     copied = copy_rate()
     try:

@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 _TAG = 1
 
-_SKEW_SIZES, _SKEW_STEPS, _SKEW_ROUNDS = ((512, 256), (256, 512)), 40, 5
+_SKEW_SIZES, _SKEW_STEPS, _SKEW_ROUNDS = ((512, 256), (256, 512)), 40, 3
 """Products between two exchanges, a millisecond or two each, how many, and how often."""
 
 _MOST_TURNS = 32

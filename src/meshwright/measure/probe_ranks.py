@@ -1,6 +1,6 @@
 """Measurements of a probe on its ranks: products, memory, operators, attention, the optimizer and collectives.
 
-Each is taken while all ranks do the same, as in training, and is the lower quartile of repetitions. One rank also takes products
+Each is taken while all ranks do the same, as in training, and is the median of repetitions. One rank also takes products
 alone.
 """
 
@@ -41,8 +41,8 @@ from meshwright.measure.probe_sizes import (
     RUNS,
     RUNS_SET_BYTES,
     SET_BYTES,
-    STAGES,
     TRAFFIC_ELEMENTS,
+    VISITS,
 )
 from meshwright.ranks.world import World, current_world
 
@@ -56,26 +56,29 @@ def measure_rank(budget_s: float) -> dict[str, Any]:
         budget_s: How long each measurement is repeated [s].
 
     Returns:
-        Rates in FLOP/s and bytes/s, times in s; each a pair of the lower quartile and the spread between quartiles.
+        Rates in FLOP/s and bytes/s, times in s; each a pair of the median and the spread between quartiles.
     """
     world = current_world()
     if world is None:  # a launched rank has a world
         raise RuntimeError("a rank without a world")
     probe = _Probe(world, budget_s)
-    found: dict[str, Any] = {"device": _device_facts(world)}
     world.default_group.barrier()
     cores, turns = start_watch(torch.get_num_threads()), [turn_s()]
-    for stage in STAGES:
-        world.emit({"probe": stage})
-        found |= getattr(probe, stage.replace(" ", "_"))()
+    samples: dict[str, list[Any]] = {}
+    for place, stage in enumerate(VISITS):
+        world.emit({"probe": stage, "place": place})
+        for name, measured in getattr(probe, stage.replace(" ", "_"))().items():
+            samples.setdefault(name, []).append(measured)
         world.default_group.barrier()
+    found: dict[str, Any] = {"device": _device_facts(world)}
+    found |= {name: _mean(each) for name, each in samples.items()}
     found["turn_s"] = (turns[0] + turn_s()) / 2
     found["cores"] = dataclasses.asdict(cores())
     return found
 
 
 class _Probe:
-    """The measurements; a method for each of `STAGES`."""
+    """The measurements; a method for each of `STAGES`. Most are made twice, each time for half the budget."""
 
     def __init__(self, world: World, budget_s: float) -> None:
         self._world = world
@@ -86,19 +89,19 @@ class _Probe:
     def _time(self, call: Callable[[], object], *, share: float = 1.0) -> tuple[float, float]:
         """Return the time of a call and its relative spread, after two that do not count, in a share of the budget.
 
-        It is the lower quartile, since other work on the machine only ever makes a call slower.
+        It is the median, as a measured step is: a virtual machine's cores are slower by a third for seconds at a time.
         """
         for _ in range(2):
             call()
         samples: list[float] = []
-        end = time.perf_counter() + share * self._budget_s
+        end = time.perf_counter() + share * self._budget_s / 2
         while len(samples) < AT_LEAST or time.perf_counter() < end:
             self._wait()
             start = time.perf_counter()
             call()
             self._wait()
             samples.append(time.perf_counter() - start)
-        return _quartile(samples)
+        return _median(samples)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -321,7 +324,7 @@ class _Probe:
         if self._world.world_size == 1:
             return {}
         found: dict[str, Any] = {
-            name: _quartile(times) for name, times in measure_exchanges(self._world, self._wait).items()
+            name: _median(times) for name, times in measure_exchanges(self._world, self._wait).items()
         }
         return found | ({"skew": (measure_skew(self._world), 0.0)} if self._device.type == "cpu" else {})
 
@@ -345,9 +348,16 @@ class _SmallBlock(nn.Module):
         return values + F.gelu(heads).transpose(1, 2).reshape(2, 4, 8)
 
 
-def _quartile(samples: list[float]) -> tuple[float, float]:
+def _median(samples: list[float]) -> tuple[float, float]:
     low, middle, high = statistics.quantiles(samples, n=4)
-    return low, (high - low) / middle
+    return middle, (high - low) / middle
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of numbers, or of their pairs and lists, place by place."""
+    if isinstance(values[0], list | tuple):
+        return type(values[0])(_mean(each) for each in zip(*values, strict=True))
+    return statistics.fmean(values)
 
 
 def _device_facts(world: World) -> dict[str, Any]:

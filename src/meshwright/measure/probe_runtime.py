@@ -5,12 +5,13 @@ A step of two sizes of a small model gives what it takes in any case, and what e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -26,14 +27,14 @@ from meshwright.measure.probe_sizes import (
     RUNTIME_MICRO_BATCHES,
     RUNTIME_STEPS,
 )
-from meshwright.ranks.world import World, current_world
+from meshwright.ranks.world import World
 from meshwright.run.applying import apply_plan
 
 __all__: list[str] = []
 
 _ROWS = 4
 _WIDTH = 8
-_WARM_UP = 5
+_WARM_UP = 4
 _TENSORS = 2
 """Parameters of a layer [count]."""
 _CALLS = 8
@@ -48,67 +49,60 @@ def measure_runtime(world: World, budget_s: float) -> dict[str, Any]:
     Every rank of the world calls it, with the same budget. The kinds are those of `Efficiency.runtime`.
     """
     num_steps = max(AT_LEAST, round(RUNTIME_STEPS * min(1.0, budget_s / BUDGET_S)))
-    ranks = world.world_size
-    sizes = FEW_LAYERS, MANY_LAYERS
-    plain = _Times(*(_plain(world, functools.partial(_build, size), num_steps) for size in sizes))
-    forward, passes, optimizer = plain.each()
+    ranks, has_tensor = world.world_size, world.world_size > 1 and 4 * _WIDTH % world.world_size == 0
+    count = RUNTIME_MICRO_BATCHES * ranks
+    with _Steps(world) as steps:
+        steps.add_plain("plain")
+        steps.add_sizes("step", f"dp={ranks}" if ranks > 1 else "single")
+        steps.add_sizes("again", f"dp={ranks},recompute=full")
+        if ranks > 1:
+            steps.add_sizes("sharded", f"dp={ranks},zero=3")
+            steps.add_sizes("pipeline", f"pp={ranks},micro_batches={count}", rows=count)
+            steps.add_sizes("halves", f"pp={ranks},schedule=zb-h1,micro_batches={count}", rows=count)
+            for calls in (0, _CALLS):
+                steps.add_between(calls, f"pp={ranks},micro_batches={count}", rows=count)
+        if has_tensor:  # as many columns for each
+            steps.add_blocks("whole", f"dp={ranks}", world.rank)
+            steps.add_blocks("cut", f"tp={ranks}", 0)
+        times = steps.measure(num_steps)
+    forward, passes, optimizer = times["plain forward"], times["plain passes"], times["plain optimizer"]
     found: dict[str, tuple[float, float]] = {}
-    of_plan = functools.partial(_of_plan, num_steps)
-    step = of_plan(f"dp={ranks}" if ranks > 1 else "single")
-    whole = [one + other for one, other in zip(passes, optimizer, strict=True)]
-    found["step"] = _line(_less(step, whole))
-    again = of_plan(f"dp={ranks},recompute=full")
-    found["recompute"] = _line(_less(again, step, forward))
+    found["step"] = _line(_less(times["step"], passes, optimizer))
+    found["recompute"] = _line(_less(times["again"], times["step"], forward))
     if ranks > 1:
-        sharded = of_plan(f"dp={ranks},zero=3")
-        found["zero"] = _line(_less(sharded, step), each=_TENSORS)
-        found |= _of_pipeline(of_plan, ranks, passes, optimizer, found["step"])
-        found["between"] = _of_between(world, num_steps)
-        if 4 * _WIDTH % ranks == 0:  # as many columns for each
-            found["tensor"] = _of_tensor(num_steps, world)
+        found["zero"] = _line(_less(times["sharded"], times["step"]), each=_TENSORS)
+        once = [found["step"][0] + one / ranks for one in optimizer]
+        found |= _of_pipeline(times, passes, once, ranks)
+        found["between"] = _of_between(times, ranks)
+    if has_tensor:
+        found["tensor"] = _of_tensor(_less(times["cut"], times["whole"]))
     return {f"runtime_{kind}": (list(numbers), 0.0) for kind, numbers in found.items()}
 
 
 def _of_pipeline(
-    of_plan: Callable[..., list[float]],
-    ranks: int,
-    passes: list[float],
-    optimizer: list[float],
-    step: tuple[float, float],
+    times: Mapping[str, list[float]], passes: list[float], once: list[float], ranks: int
 ) -> dict[str, tuple[float, float]]:
     """Return what a stage adds for each micro-batch, by layers of the whole model; and gradients in halves, by its own layers."""
     count = RUNTIME_MICRO_BATCHES * ranks
-    plain = of_plan(f"pp={ranks},micro_batches={count}", rows=count)
-    halves = of_plan(f"pp={ranks},schedule=zb-h1,micro_batches={count}", rows=count)
     rounds = count + ranks - 1  # the last rank waits for its first micro-batch
-    once = [step[0] + one / ranks for one in optimizer]
+    plain, halves = times["pipeline"], times["halves"]
     stage = [(one - at_end) / rounds - own / ranks for one, at_end, own in zip(plain, once, passes, strict=True)]
     more = [(one - other) / count for one, other in zip(halves, plain, strict=True)]
     return {"stage": _line(stage), "half": _line(more, each=1 / ranks)}
 
 
-def _of_between(world: World, num_steps: int) -> tuple[float, float]:
+def _of_between(times: Mapping[str, list[float]], ranks: int) -> tuple[float, float]:
     """Return what a call between the layers adds to a stage for each micro-batch, beside itself [s]."""
-    ranks, count = world.world_size, RUNTIME_MICRO_BATCHES * world.world_size
-    builds = [functools.partial(_Between, FEW_LAYERS, calls) for calls in (0, _CALLS)]
-    without, plain = (_plain(world, build, num_steps)[1] for build in builds)
-    batch = _batch(_ROWS * count)
-    none, some = (_time_plan(num_steps, f"pp={ranks},micro_batches={count}", build, batch) for build in builds)
+    count = RUNTIME_MICRO_BATCHES * ranks
+    none, some = (times[f"between {calls}"][0] for calls in (0, _CALLS))
+    without, plain = (times[f"between {calls} passes"][0] for calls in (0, _CALLS))
     of_stage = (some - none) / (count + ranks - 1) - (plain - without) / ranks
     return 0.0, max(0.0, of_stage) / (FEW_LAYERS * _CALLS)
 
 
-def _of_tensor(num_steps: int, world: World) -> tuple[float, float]:
+def _of_tensor(more: list[float]) -> tuple[float, float]:
     """Return what tensor parallelism adds to a step, and to each of its exchanges, their own time included [s]."""
-    sizes = FEW_BLOCKS, MANY_BLOCKS
-    cut, whole = (
-        [
-            _time_plan(num_steps, f"{axis}={world.world_size}", functools.partial(_build_blocks, size), _stream(share))
-            for size in sizes
-        ]
-        for axis, share in (("tp", 0), ("dp", world.rank))
-    )
-    few, many = (max(0.0, one) for one in _less(cut, whole))
+    few, many = (max(0.0, one) for one in more)
     slope = max(0.0, many - few) / (MANY_BLOCKS - FEW_BLOCKS)
     return max(0.0, few - slope * FEW_BLOCKS), slope / _EXCHANGES
 
@@ -124,62 +118,88 @@ def _less(seconds: list[float], *others: list[float]) -> list[float]:
     return [one - sum(rest) for one, *rest in zip(seconds, *others, strict=True)]
 
 
-class _Times:
-    """Times of a plain loop over few and many layers: forward, forward and backward, and the optimizer's step."""
+class _Steps:
+    """Steps of small models, plain and under plans, one of each in turn.
 
-    def __init__(self, few: tuple[float, ...], many: tuple[float, ...]) -> None:
-        self._few, self._many = few, many
+    A virtual machine's cores are slower by a third for seconds at a time, so times whose difference counts are taken side by
+    side; and what a model's step has left in the caches is no longer there at its next, as in the training of a larger one.
+    """
 
-    def each(self) -> tuple[list[float], list[float], list[float]]:
-        """Return the three, each as [of few layers, of many]."""
-        forward, passes, optimizer = ([few, many] for few, many in zip(self._few, self._many, strict=True))
-        return forward, passes, optimizer
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._models = contextlib.ExitStack()
+        self._steps: list[tuple[tuple[str, ...], Callable[[], tuple[float, ...]]]] = []
 
+    def __enter__(self) -> Self:
+        return self
 
-def _plain(world: World, build: Callable[[], nn.Module], num_steps: int) -> tuple[float, float, float]:
-    model = build()
-    optimizer = _make_optimizer(model.parameters())
-    batch = _batch(_ROWS)
-    marks: list[tuple[float, float, float]] = []
-    world.default_group.barrier()
-    for _ in range(_WARM_UP + num_steps):
-        start = time.perf_counter()
-        loss = _loss(model(batch[0]), batch)
-        middle = time.perf_counter()
-        loss.backward()
-        before = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        marks.append((middle - start, before - start, time.perf_counter() - before))
-    forward, passes, update = (_quartile(list(one)) for one in zip(*marks[_WARM_UP:], strict=True))
-    return forward, passes, update
+    def __exit__(self, *details: Any) -> None:
+        self._models.__exit__(*details)
 
+    def add_plain(self, name: str) -> None:
+        """Add plain loops over few and many layers, as "<name> forward", "<name> passes" (with backward), "<name> optimizer"."""
+        for size in (FEW_LAYERS, MANY_LAYERS):
+            self._add_loop(name, functools.partial(_build, size))
 
-def _of_plan(num_steps: int, plan: str, rows: int = 1) -> list[float]:
-    """Return the time of a step under a plan, of few and of many layers, each rank with as many rows for a micro-batch [s]."""
-    world = current_world()  # each replica has a share of its own, stages all have the same
-    share = world.rank if world is not None and plan.startswith("dp=") else 0
-    batch = _batch(_ROWS * rows, share)
-    return [_time_plan(num_steps, plan, functools.partial(_build, size), batch) for size in (FEW_LAYERS, MANY_LAYERS)]
+    def add_sizes(self, name: str, plan: str, rows: int = 1) -> None:
+        """Add a plan on few and on many layers, each rank with as many rows for a micro-batch."""
+        # Each replica has a share of its own, stages all have the same.
+        batch = _batch(_ROWS * rows, self._world.rank if plan.startswith("dp=") else 0)
+        for size in (FEW_LAYERS, MANY_LAYERS):
+            self._add_plan(name, plan, functools.partial(_build, size), batch)
 
+    def add_between(self, calls: int, plan: str, rows: int) -> None:
+        """Add a plan, and a plain loop, on layers with so many calls behind each, as "between <calls>"."""
+        build = functools.partial(_Between, FEW_LAYERS, calls)
+        self._add_plan(f"between {calls}", plan, build, _batch(_ROWS * rows))
+        self._add_loop(f"between {calls}", build)
 
-def _time_plan(num_steps: int, plan: str, build: Callable[[], nn.Module], batch: Any) -> float:
-    """Return the time of a step of a model under a plan [s]."""
-    with apply_plan(build, plan, loss_fn=_loss, optimizer=_make_optimizer) as model:
-        return _time_steps(lambda: model.step(batch), num_steps)
+    def add_blocks(self, name: str, plan: str, share: int) -> None:
+        """Add a plan on few and on many blocks that tensor parallelism cuts."""
+        for size in (FEW_BLOCKS, MANY_BLOCKS):
+            self._add_plan(name, plan, functools.partial(_build_blocks, size), _stream(share))
 
+    def measure(self, num_steps: int) -> dict[str, list[float]]:
+        """Return the medians of each name, in the order in which its models were added [s]. Every rank calls it."""
+        samples: list[list[tuple[float, ...]]] = [[] for _ in self._steps]
+        for turn in range(_WARM_UP + num_steps):
+            for (_, step), own in zip(self._steps, samples, strict=True):
+                self._world.default_group.barrier()
+                seconds = step()
+                if turn >= _WARM_UP:
+                    own.append(seconds)
+        found: dict[str, list[float]] = {}
+        for (names, _), own in zip(self._steps, samples, strict=True):
+            for name, column in zip(names, zip(*own, strict=True), strict=True):
+                found.setdefault(name, []).append(statistics.median(column))
+        return found
 
-def _time_steps(step: Callable[[], object], num_steps: int) -> float:
-    samples: list[float] = []
-    for _ in range(_WARM_UP + num_steps):
-        start = time.perf_counter()
-        step()
-        samples.append(time.perf_counter() - start)
-    return _quartile(samples[_WARM_UP:])
+    def _add_loop(self, name: str, build: Callable[[], nn.Module]) -> None:
+        model, batch = build(), _batch(_ROWS)
+        optimizer = _make_optimizer(model.parameters())
 
+        def step() -> tuple[float, ...]:
+            start = time.perf_counter()
+            loss = _loss(model(batch[0]), batch)
+            middle = time.perf_counter()
+            loss.backward()
+            before = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            return middle - start, before - start, time.perf_counter() - before
 
-def _quartile(samples: list[float]) -> float:
-    return statistics.quantiles(samples, n=4)[0]
+        self._steps.append(((f"{name} forward", f"{name} passes", f"{name} optimizer"), step))
+
+    def _add_plan(self, name: str, plan: str, build: Callable[[], nn.Module], batch: Any) -> None:
+        applied = apply_plan(build, plan, loss_fn=_loss, optimizer=_make_optimizer)
+        model = self._models.enter_context(applied)
+
+        def step() -> tuple[float, ...]:
+            start = time.perf_counter()
+            model.step(batch)
+            return (time.perf_counter() - start,)
+
+        self._steps.append(((name,), step))
 
 
 class _Between(nn.Module):

@@ -25,7 +25,7 @@ __all__: list[str] = []
 CLUSTER_VARIABLE: Final = "MESHWRIGHT_CLUSTER"
 """Environment variable: a cluster to predict for, as `load_cluster` takes it, in place of this host; "none" predicts nothing."""
 
-_FORMAT: Final = 7
+_FORMAT: Final = 8
 """Of what a probe measures: kept files of another one are not used."""
 
 
