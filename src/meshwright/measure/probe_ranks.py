@@ -1,6 +1,6 @@
 """Measurements of a probe on its ranks: products, memory, operators, attention, the optimizer and collectives.
 
-Each is taken while all ranks do the same, as in training, and is the median of repetitions. One rank also takes products
+Each is taken while all ranks do the same, as in training, and is the mean of repetitions. One rank also takes products
 alone.
 """
 
@@ -43,6 +43,7 @@ from meshwright.measure.probe_sizes import (
     SET_BYTES,
     TRAFFIC_ELEMENTS,
     VISITS,
+    expected,
 )
 from meshwright.ranks.world import World, current_world
 
@@ -56,7 +57,7 @@ def measure_rank(budget_s: float) -> dict[str, Any]:
         budget_s: How long each measurement is repeated [s].
 
     Returns:
-        Rates in FLOP/s and bytes/s, times in s; each a pair of the median and the spread between quartiles.
+        Rates in FLOP/s and bytes/s, times in s; each a pair of the mean and the spread between quartiles.
     """
     world = current_world()
     if world is None:  # a launched rank has a world
@@ -89,7 +90,7 @@ class _Probe:
     def _time(self, call: Callable[[], object], *, share: float = 1.0) -> tuple[float, float]:
         """Return the time of a call and its relative spread, after two that do not count, in a share of the budget.
 
-        It is the median, as a measured step is: a virtual machine's cores are slower by a third for seconds at a time.
+        See `expected`.
         """
         for _ in range(2):
             call()
@@ -101,7 +102,7 @@ class _Probe:
             call()
             self._wait()
             samples.append(time.perf_counter() - start)
-        return _median(samples)
+        return _expected(samples)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -324,7 +325,7 @@ class _Probe:
         if self._world.world_size == 1:
             return {}
         found: dict[str, Any] = {
-            name: _median(times) for name, times in measure_exchanges(self._world, self._wait).items()
+            name: _expected(times) for name, times in measure_exchanges(self._world, self._wait).items()
         }
         return found | ({"skew": (measure_skew(self._world), 0.0)} if self._device.type == "cpu" else {})
 
@@ -348,9 +349,9 @@ class _SmallBlock(nn.Module):
         return values + F.gelu(heads).transpose(1, 2).reshape(2, 4, 8)
 
 
-def _median(samples: list[float]) -> tuple[float, float]:
+def _expected(samples: list[float]) -> tuple[float, float]:
     low, middle, high = statistics.quantiles(samples, n=4)
-    return middle, (high - low) / middle
+    return expected(samples), (high - low) / middle
 
 
 def _mean(values: Sequence[Any]) -> Any:

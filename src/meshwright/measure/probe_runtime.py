@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -26,6 +25,7 @@ from meshwright.measure.probe_sizes import (
     MANY_LAYERS,
     RUNTIME_MICRO_BATCHES,
     RUNTIME_STEPS,
+    expected,
 )
 from meshwright.ranks.world import World
 from meshwright.run.applying import apply_plan
@@ -160,7 +160,7 @@ class _Steps:
             self._add_plan(name, plan, functools.partial(_build_blocks, size), _stream(share))
 
     def measure(self, num_steps: int) -> dict[str, list[float]]:
-        """Return the medians of each name, in the order in which its models were added [s]. Every rank calls it."""
+        """Return the times of each name, in the order in which its models were added [s]. Every rank calls it."""
         samples: list[list[tuple[float, ...]]] = [[] for _ in self._steps]
         for turn in range(_WARM_UP + num_steps):
             for (_, step), own in zip(self._steps, samples, strict=True):
@@ -171,7 +171,7 @@ class _Steps:
         found: dict[str, list[float]] = {}
         for (names, _), own in zip(self._steps, samples, strict=True):
             for name, column in zip(names, zip(*own, strict=True), strict=True):
-                found.setdefault(name, []).append(statistics.median(column))
+                found.setdefault(name, []).append(expected(column))
         return found
 
     def _add_loop(self, name: str, build: Callable[[], nn.Module]) -> None:
