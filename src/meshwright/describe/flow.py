@@ -93,7 +93,6 @@ class ProductFlow:
                 self._successors.setdefault(source, set()).add(_OUTPUT)
         self._total = sum(math.prod(shape) for shape in parameters.shapes.values())
         self._taken: set[str] = set()
-        self._refused: set[str] = set()
         self._vocabularies = self._find_vocabularies()
         self._pairs = self._find_pairs()
         self._alone = self._find_alone()
@@ -170,8 +169,8 @@ class ProductFlow:
             if pair is None:
                 continue
             if self._adds_what_is_whole(pair):
-                self._refused.update((pair.row, *pair.columns))
-            elif self._has_units(pair) and self._ends_in_a_simple_module(pair):
+                continue  # its layers may be cut one by one
+            if self._has_units(pair) and self._ends_in_a_simple_module(pair):
                 found.append(pair)
                 self._taken.update((pair.row, *pair.columns))
         return found
@@ -204,7 +203,6 @@ class ProductFlow:
             and self._is_large(key)
             and self._is_layer(key)
             and not self._is_read_elsewhere(key)
-            and (key not in self._refused or self._successors[key] <= {_OUTPUT})
         }
 
     def _is_read_elsewhere(self, key: str) -> bool:

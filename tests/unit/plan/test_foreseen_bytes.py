@@ -129,14 +129,15 @@ def _network() -> nn.Module:
     return nn.Sequential(nn.Sequential(_Block()), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 
 
-def test_convolutions_exchange_their_inputs_and_no_shortcut_is_split() -> None:
+def test_convolutions_exchange_their_inputs_and_a_shortcut_is_split_alone() -> None:
     model = mw.describe_model(_network, torch.zeros(2, 8, 8, 8))
     splits = {
         operator.name: operator.split for layer in model.layers for operator in layer.operators if operator.num_params
     }
     assert {name.rpartition(".")[2]: split for name, split in splits.items()} == {
-        "one": "columns", "two": "inner", "shortcut": "whole", "": "columns",
+        "one": "columns", "two": "inner", "shortcut": "columns", "": "columns",
     }  # fmt: skip
     # Sums of the second one's results and of the gradients of the first one's input: rows of a product overlap, images do not.
-    # Then the gradient of the head's input, and three numbers for the loss.
-    assert sent(model, Plan(tp=2), 6)["tp"] == 6 * 4 * (16 * 4 * 4 + 8 * 8 * 8 + 16 + 3)
+    # The shortcut's result is gathered, which sends a half, and the gradient of its input is summed. Then the gradient of the
+    # head's input, and three numbers for the loss.
+    assert sent(model, Plan(tp=2), 6)["tp"] == 6 * 4 * (16 * 4 * 4 + 8 * 8 * 8 + 16 * 4 * 4 / 2 + 8 * 8 * 8 + 16 + 3)
