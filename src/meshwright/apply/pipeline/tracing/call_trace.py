@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.apply.modules.forwards import users_class
+from meshwright.apply.state.class_identity import find_object_identity
 from meshwright.errors import ApplyError
 from meshwright.schedule.balance import work_of
 
@@ -89,10 +91,20 @@ class Flow:
         """Calls that belong to the first stage, since code between units reads values of theirs [count]."""
         return 1 + max(self.firsts.values(), default=-1)
 
-    def reasons(self) -> list[str]:
-        """Return what a plan says of it: what the first stage tells the others."""
-        read = "; ".join([*self.firsts][:2])
-        return [f"code between the layers reads values, which the first stage tells the others: {read}"] if read else []
+    def reasons(self, module: nn.Module) -> list[str]:
+        """Return what a plan says of it: what the first stage tells the others, and what it cannot."""
+        found: list[str] = []
+        if self.firsts:
+            read = "; ".join([*self.firsts][:2])
+            found.append(f"code between the layers reads values, which the first stage tells the others: {read}")
+        around = [child for _, child in modules_around(module, self.units)]
+        place = find_object_identity(users_class(type(child)).forward for child in around)
+        if place is not None:
+            found.append(
+                f"code between the layers compares two objects by `is` ({place}): where a layer or a function gives back its "
+                "very argument, a pipeline makes another tensor of it"
+            )
+        return found
 
     def is_better_than(self, finer: Flow, num_stages: int) -> bool:
         """Tell whether the same forward in smaller units has obstacles that this one has not, or reads inside of its units.
