@@ -39,7 +39,9 @@ class ParameterHooks:
     """The hooks that a module's parameters have at one moment, for their gradients."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = list(module.parameters())
+        # Past the methods of the dicts, which gather values under ZeRO-3: this may run on one rank alone.
+        held = (value for child in module.modules() for value in dict.values(child._parameters))
+        self._parameters = list({id(value): value for value in held if value is not None}.values())
         with without_function_modes():
             self._held = [(table, list((table or {}).items())) for table in self._tables()]
 
