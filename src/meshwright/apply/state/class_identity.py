@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -51,17 +52,33 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
             )
 
 
-def find_object_identity(functions: Iterable[Any]) -> str | None:
-    """Return the place of the first comparison by `is` of two objects that are neither constants nor globals, or None."""
-    for function in functions:
-        for code in _codes_of(function.__code__) if isinstance(function, types.FunctionType) else ():
-            before, line = "", code.co_firstlineno
-            for instruction in dis.get_instructions(code):
-                line = (instruction.positions.lineno if instruction.positions else None) or line
-                if instruction.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
-                    return f"{code.co_filename}:{line}"
-                before = before if instruction.opname in _SILENT else instruction.opname
+def find_object_identity(kinds: Iterable[type[Any]]) -> str | None:
+    """Return the place of the first comparison by `is` of two objects that are neither constants nor globals, or None.
+
+    Args:
+        kinds: Classes of modules, whose forwards are looked at with the methods that those name.
+    """
+    functions = (function for kind in kinds for function in _methods_of_forward(kind))
+    for code in (code for function in functions for code in _codes_of(function.__code__)):
+        before, line = "", code.co_firstlineno
+        for instruction in dis.get_instructions(code):
+            line = (instruction.positions.lineno if instruction.positions else None) or line
+            if instruction.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
+                return f"{code.co_filename}:{line}"
+            before = before if instruction.opname in _SILENT else instruction.opname
     return None
+
+
+def _methods_of_forward(kind: type[Any]) -> Iterator[types.FunctionType]:
+    names, seen = ["forward"], set[str]()
+    while names:
+        name = names.pop()
+        found = inspect.unwrap(inspect.getattr_static(kind, name, None))
+        is_theirs = isinstance(found, types.FunctionType) and not (found.__module__ or "").startswith("torch.")
+        if name not in seen and is_theirs:
+            yield found
+            names += found.__code__.co_names
+        seen.add(name)
 
 
 def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -122,10 +122,12 @@ class AsksBetween(nn.Module):
         self.layers, self.after = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.layers[0](inputs)
-        same = self.layers[1](hidden)
-        hidden = self.layers[2](-same if same is hidden else same)
+        hidden = self.layers[2](self._turned(self.layers[0](inputs)))
         return self.layers[3](hidden) if self.after is None else hidden
+
+    def _turned(self, hidden: Tensor) -> Tensor:
+        same = self.layers[1](hidden)
+        return -same if same is hidden else same
 
 
 def test_a_comparison_of_objects_between_layers_is_told() -> None:

@@ -98,7 +98,7 @@ class Flow:
             read = "; ".join([*self.firsts][:2])
             found.append(f"code between the layers reads values, which the first stage tells the others: {read}")
         around = [child for _, child in modules_around(module, self.units)]
-        place = find_object_identity(users_class(type(child)).forward for child in around)
+        place = find_object_identity(users_class(type(child)) for child in around)
         if place is not None:
             found.append(
                 f"code between the layers compares two objects by `is` ({place}): where a layer or a function gives back its "
