@@ -138,6 +138,18 @@ def test_a_comparison_of_objects_between_layers_is_told() -> None:
     assert not _cut(plain, {}).flow.reasons(plain)
 
 
+def test_a_text_of_a_tensor_between_layers_is_told() -> None:
+    class Prints(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            for place, layer in enumerate(self):
+                input = layer(input) * (1 if place else len(str(input)) and len(str(layer(input))))
+            return input
+
+    module = Prints(*(nn.Linear(6, 6) for _ in range(3)))
+    (reason,) = _cut(module, {}).flow.reasons(module)
+    assert "__repr__() of a tensor of '0'" in reason
+
+
 def test_what_no_stage_is_left_for_is_refused() -> None:
     class Ends(nn.Sequential):
         def forward(self, input: Tensor) -> Tensor:

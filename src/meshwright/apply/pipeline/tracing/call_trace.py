@@ -48,6 +48,7 @@ class Flow:
             follow, as text.
         firsts: What it read in ways that they can, once they receive the tensor, as text -> the place of the call that computes
             it. All calls up to that one belong to the first stage: a stage before it would have to wait for the tensor.
+        shown: Texts that it made of such a tensor, to print it for example, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
@@ -73,6 +74,7 @@ class Flow:
     counts: tuple[str, ...] = ()
     has_loss_beside: bool = False
     firsts: dict[str, int] = dataclasses.field(default_factory=dict)
+    shown: tuple[str, ...] = ()
     bonds: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +99,11 @@ class Flow:
         if self.firsts:
             read = "; ".join([*self.firsts][:2])
             found.append(f"code between the layers reads values, which the first stage tells the others: {read}")
+        if self.shown:
+            found.append(
+                f"code between the layers makes texts of tensors ({'; '.join(self.shown[:2])}): only the stage that computes one "
+                "has its numbers in the text"
+            )
         around = [child for _, child in modules_around(module, self.units)]
         place = find_object_identity(users_class(type(child)) for child in around)
         if place is not None:
