@@ -60,6 +60,11 @@ class FirstRun:
         return self._run(module, self._whole)
 
 
+def on_all_samples(run: Run) -> Run:
+    """Return what runs a module on all samples of a micro-batch, where `run` takes a few of them."""
+    return run.on_all if isinstance(run, FirstRun) else run
+
+
 def tell_everyone(
     group: Communicator, device: torch.device, module: nn.Module, run: Run | None, look: Callable[[Run], Any]
 ) -> Any:

@@ -312,6 +312,7 @@ class ParallelModel:
             FQN -> the whole gradient, or None where the parameter has none. Valid until the next step begins.
         """
         with self.engine.switch.plain(), self.told("gradients"):
+            self.engine.drop_cleared_gradients()
             return self.engine.full_gradients()
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.first_look import on_all_samples
 from meshwright.apply.state.settling import Children, settle
 from meshwright.errors import ApplyError
 
@@ -38,9 +39,9 @@ def settle_structure(engine: Engine, run: Callable[[nn.Module], Any] | None, loo
         before.restore()
     if not any(engine.everyone.all_gather_json(has_changed, device=engine.device)):
         return False
-    if run is not None:
-        settle(module, run, engine.device)
-    told = engine.everyone.all_gather_json(_digest(module), device=engine.device)
+    settled = None if run is None else settle(module, on_all_samples(run), engine.device)
+    kept = "" if settled is None else settled.digest
+    told = engine.everyone.all_gather_json(_digest(module) + kept, device=engine.device)
     if len(set(told)) > 1:
         raise ApplyError(
             "the model's first forward replaces modules, and ranks have different ones after it: their batches differ, or a rank "

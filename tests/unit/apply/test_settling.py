@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.parity.jobs.never_wrong_pipeline_reads import Installs, Replaces
 from torch import Tensor, nn
@@ -62,3 +63,105 @@ def test_new_parameters_are_not_kept() -> None:
     assert module.log == [0]
     assert module.last is None
     assert float(module.mean.sum()) == 0
+
+
+class _Calibrates(nn.Module):
+    """Keeps a flag with a value of its first forward, in one of several places; the flag alone would be a wrong number."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.ready, self.scale = where, False, 1.0
+        self.line, self.gain = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.mean, self.table = nn.Buffer(torch.ones(6)), [1.0]
+        self.held = _Held()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            self._calibrate(x)
+            if self.where == "first only":
+                x = 2 * x
+        return self.line(x) * self.scale * self.gain * self.mean * sum(self.table) * self.held.value * _OUTSIDE["value"]
+
+    def _calibrate(self, x: Tensor) -> None:
+        if self.where == "buffer":
+            self.mean.add_(1)
+        elif self.where == "parameter":
+            self.gain.data.add_(1)
+        elif self.where == "tensor":
+            self.scale = x.abs().amax() + 1
+        elif self.where == "list":
+            self.table.append(2.0)
+        elif self.where == "object":
+            self.held.value = 3.0
+        elif self.where == "outside":
+            _OUTSIDE["value"] = 3.0
+        elif self.where == "plain":
+            self.scale = 2.0
+
+
+class _Held:
+    value = 1.0
+
+
+_OUTSIDE = {"value": 1.0}
+
+
+@pytest.mark.parametrize("where", ["buffer", "parameter", "tensor", "list", "object", "outside", "first only"])
+def test_a_flag_is_not_kept_without_what_it_announces(where: str) -> None:
+    module = _Calibrates(where)
+    once = run(module).detach()
+    module = _as_before(module)
+    assert settle(module, run, CPU) is None
+    assert not module.ready
+    torch.testing.assert_close(run(module).detach(), once, rtol=0, atol=0)
+    _OUTSIDE["value"] = 1.0
+
+
+def _as_before(module: _Calibrates) -> _Calibrates:
+    fresh = _Calibrates(module.where)
+    fresh.line = module.line
+    _OUTSIDE["value"] = 1.0
+    return fresh
+
+
+def test_what_was_kept_has_a_digest_and_is_undone() -> None:
+    modules = [_Calibrates("plain") for _ in range(2)]
+    kept = [settle(module, run, CPU) for module in modules]
+    assert kept[0] is not None
+    assert kept[1] is not None
+    assert kept[0].digest == kept[1].digest
+    assert modules[0].ready
+    assert modules[0].scale == 2.0
+    kept[0].undo()
+    assert not modules[0].ready
+    assert modules[0].scale == 1.0
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class _PutsIn(nn.Module):
+    """Puts a module in that counts: it would have counted the forwards of the look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.inner) is nn.Identity:
+            self.inner = _Counts()
+        return self.inner(x)
+
+
+def test_a_module_that_counts_from_its_first_forward_on_is_not_kept() -> None:
+    module = _PutsIn()
+    assert settle(module, run, CPU) is None
+    assert type(module.inner) is nn.Identity

@@ -81,6 +81,8 @@ class FlatUnit:
         self._sums: list[torch.Tensor] = []
         self.recast: str | None = None
         """A parameter whose gradient came in another dtype than its own was when the plan was applied."""
+        self.may_move = self.is_trainable
+        """Whether it is trainable, or was: an own loop's zeros in `.grad` let the optimizer move it after it was frozen."""
         self._settling: Exchange | None = None
         self._coming: tuple[torch.Tensor, Pending] | None = None
         self._versions: list[int] = []

@@ -202,6 +202,7 @@ class ShardedEngine(DataParallelEngine):
         super().refresh_trainable()
         for unit in self.units:
             unit.expect([True] * len(unit.parameters))
+            unit.may_move |= unit.is_trainable
             for piece in unit.pieces:
                 piece.tensor.requires_grad_(unit.parameters[piece.span.index].requires_grad)
 
@@ -349,7 +350,7 @@ class ShardedEngine(DataParallelEngine):
 
     def finish_step(self) -> None:
         for unit in self.units:
-            if unit.is_trainable:
+            if unit.may_move:
                 unit.spread()
 
     # -- whole values -------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ class PipelineEngine(OuterEngine):
         lines = [
             f"pp={self.pp_group.size} cuts {len(stages)} layers into {plan.num_stages} stages: {shares} of the work"
         ]
-        lines += self._placed.stage_map.flow.reasons()
+        lines += self._placed.stage_map.flow.reasons(self.module)
         if tied:
             lines.append(f"used on several stages, gradients summed: {', '.join(tied[:4])}")
         detailed = plan.replace(stages=stages, reasons=(*plan.reasons, *lines))

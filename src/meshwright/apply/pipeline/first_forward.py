@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.first_look import tell_everyone
+from meshwright.apply.first_look import on_all_samples, tell_everyone
 from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.observation import observe
 from meshwright.apply.state.settling import settle
@@ -50,8 +50,11 @@ def see_calls(
 
     flow = Flow.from_json(tell_everyone(group, device, module, run, look))
     if flow.shared and not on_copy and all(group.all_gather_json(run is not None, device=device)):
-        has_settled = run is not None and settle(module, run, device)
-        if any(group.all_gather_json(has_settled, device=device)):
+        settled = None if run is None else settle(module, on_all_samples(run), device)
+        told = group.all_gather_json(settled and settled.digest, device=device)
+        if settled is not None and len(set(told)) > 1:
+            settled.undo()  # ranks have different samples, and have kept different things
+        elif settled is not None:
             flow = Flow.from_json(tell_everyone(group, device, module, run, look))
     flow.refuse()
     return flow

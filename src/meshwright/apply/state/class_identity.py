@@ -1,4 +1,4 @@
-"""Code that asks whether a module is of exactly one class, such as `type(layer) is Block`.
+"""Code that asks by `is`: for exactly one class of a module, such as `type(layer) is Block`, or for one object.
 
 Most plans give modules a subclass of their class. It is equal to the original, but not the same object, so that such code would
 take another branch, on all ranks alike and without a word. It is refused. What is asked is read off the instructions.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -49,6 +50,35 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
                 f"the plan '{plan}' gives modules a subclass of their class, which is equal to it but not the same object",
                 fix="compare the classes by `==`, or use isinstance",
             )
+
+
+def find_object_identity(kinds: Iterable[type[Any]]) -> str | None:
+    """Return the place of the first comparison by `is` of two objects that are neither constants nor globals, or None.
+
+    Args:
+        kinds: Classes of modules, whose forwards are looked at with the methods that those name.
+    """
+    functions = (function for kind in kinds for function in _methods_of_forward(kind))
+    for code in (code for function in functions for code in _codes_of(function.__code__)):
+        before, line = "", code.co_firstlineno
+        for instruction in dis.get_instructions(code):
+            line = (instruction.positions.lineno if instruction.positions else None) or line
+            if instruction.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
+                return f"{code.co_filename}:{line}"
+            before = before if instruction.opname in _SILENT else instruction.opname
+    return None
+
+
+def _methods_of_forward(kind: type[Any]) -> Iterator[types.FunctionType]:
+    names, seen = ["forward"], set[str]()
+    while names:
+        name = names.pop()
+        found = inspect.unwrap(inspect.getattr_static(kind, name, None))
+        is_theirs = isinstance(found, types.FunctionType) and not (found.__module__ or "").startswith("torch.")
+        if name not in seen and is_theirs:
+            yield found
+            names += found.__code__.co_names
+        seen.add(name)
 
 
 def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.randomness.sites import in_step
+from meshwright.apply.state.hook_tables import ParameterHooks
 from meshwright.apply.state.outside import Outside
 from meshwright.python_state import kept_python_state
 
@@ -21,12 +22,14 @@ def kept_random_states(devices: Iterable[torch.device], *, module: nn.Module) ->
 
     Args:
         devices: Devices whose generators are restored beside the CPU's.
-        module: The module that runs; its own generators, lists and objects, and the state that its code keeps outside, are
-            restored too.
+        module: The module that runs; its own generators, lists and objects, hooks of its parameters, and the state that its code
+            keeps outside, are restored too.
     """
     outside, gpus = Outside.of(module).take(), [device for device in devices if device.type == "cuda"]
+    hooks = ParameterHooks(module)
     with in_step(None), torch.random.fork_rng(gpus), kept_python_state():
         try:
             yield
         finally:
             outside.restore()
+            hooks.restore()

@@ -2,11 +2,17 @@
 
 Code of models replaces a layer by another kind when it meets its first batch, or registers hooks and keeps a flag that says so.
 Two forwards tell such things from counters and caches: what the first changes, and the second leaves as it is, has settled.
+
+A flag may announce what is not kept: a buffer, a number of the batch, a variable elsewhere. Or it may say that the first forward
+is over, which then never comes. So two forwards of the settled model have to give what the first two gave; else nothing is kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import hashlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +22,11 @@ from torch import Tensor, nn
 from meshwright.apply.modules.forwards import users_class
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.hook_tables import ParameterHooks
 from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.apply.state.random_states import kept_random_states
 from meshwright.describe.function_caches import no_cached_tensors
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
@@ -46,40 +54,93 @@ class Children:
                 now.update(then)
 
 
-def settle(module: nn.Module, run: Callable[[nn.Module], Any], device: torch.device) -> bool:
-    """Run a model twice and keep what has settled: children, hooks and plain attributes; restore all else.
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """What was kept of a model's first forward."""
+
+    digest: str
+    """Equal on ranks that have kept the same modules and plain values in the same places."""
+    undo: Callable[[], None]
+    """Makes the model as it was before."""
+
+
+def settle(module: nn.Module, run: Callable[[nn.Module], Any], device: torch.device) -> Settled | None:
+    """Run a model four times and keep what has settled: children, hooks and plain attributes; restore all else.
 
     Args:
         module: The model, before a strategy has changed it.
-        run: Runs it and its loss on a small batch.
+        run: Runs it and its loss on a micro-batch, and returns its outputs.
         device: Its device.
 
     Returns:
-        Whether anything was kept.
+        What was kept; None where nothing has settled, or the settled model does not compute what the first forwards have.
 
     Raises:
         Exception: Whatever the model's forward raises.
     """
     state, names = _State(module), _names_of(module)
-    parameters, buffers = KeptParameters(module), BufferSnapshot(module)
-    seen: list[list[dict[Any, Any]]] = []
     try:
-        with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
-            for _ in range(2):
-                run(module)
-                seen.append(state.read())
-                buffers.restore()
+        outputs, seen, is_still = _run_twice(module, run, device, state)
+        state.put(kept := state.merged(*seen))
+        if _names_of(module) == names and state.may_keep() and is_still and state.read() != state.then:
+            again, _, _ = _run_twice(module, run, device, state)
+            if _are_alike(outputs, again):
+                state.put(kept)
+                return Settled(state.digest(), lambda: state.put(state.then))
     except BaseException:
         state.put(state.then)
         raise
+    state.put(state.then)
+    return None
+
+
+def _run_twice(
+    module: nn.Module, run: Callable[[nn.Module], Any], device: torch.device, state: _State
+) -> tuple[list[list[Tensor]], list[list[dict[Any, Any]]], bool]:
+    """Return the outputs and the states of two forwards, and whether all else stayed: what modules that the first made hold, and
+    hooks of parameters.
+
+    Buffers, parameters, generators and what code keeps elsewhere are restored after both; the state is not.
+    """
+    parameters, buffers, before = KeptParameters(module), BufferSnapshot(module), {*module.modules()}
+    outputs: list[list[Tensor]] = []
+    seen: list[list[dict[Any, Any]]] = []
+    made: list[list[dict[Any, Any]]] = []
+    hooks = ParameterHooks(module)
+    is_still = True
+    try:
+        with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
+            for _ in range(2):
+                outputs.append([tensor.detach().clone() for tensor in tensors_in(run(module))])
+                seen.append(state.read())
+                made.append([dict(vars(child)) for child in module.modules() if child not in before])
+            is_still = not hooks.have_changed()
     finally:
         buffers.restore()
         parameters.restore_all()
-    state.put(state.merged(*seen))
-    if _names_of(module) != names or not state.may_keep():
-        state.put(state.then)
+    is_still = is_still and all(
+        one.keys() == other.keys() and all(_are_same(one[key], other[key]) for key in one)
+        for one, other in zip(*made, strict=False)
+    )
+    return outputs, seen, is_still
+
+
+def _are_alike(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
+    """Tell whether two pairs of forwards gave the same, but for roundings."""
+    if [len(found) for found in one] != [len(found) for found in other]:
         return False
-    return state.read() != state.then
+    pairs = ((a, b) for found, again in zip(one, other, strict=True) for a, b in zip(found, again, strict=True))
+    return all(_is_close(a, b) for a, b in pairs)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    largest = float(one.abs().max()) if one.numel() else 0.0
+    rounding = math.sqrt(torch.finfo(one.dtype).eps)
+    return torch.allclose(one, other, rtol=rounding, atol=rounding * largest, equal_nan=True)
 
 
 def _names_of(module: nn.Module) -> list[tuple[str, int]]:
@@ -132,6 +193,17 @@ class _State:
         """Return what has settled over what was there before."""
         return [_settled(*three) for three in zip(self.then, first, second, strict=True)]
 
+    def digest(self) -> str:
+        """Return a digest of what differs from before: places, and plain values, classes of modules and names of functions."""
+        num_named = len(self._attributes) + len(self._children)  # the keys of hooks are numbers of this process
+        changes = [
+            (place, str(key) if place < num_named else "", _text_of(now.get(key, _ABSENT)))
+            for place, (then, now) in enumerate(zip(self.then, self.read(), strict=True))
+            for key in dict.fromkeys((*then, *now))
+            if not _are_same(then.get(key, _ABSENT), now.get(key, _ABSENT))
+        ]
+        return hashlib.sha256(repr(changes).encode()).hexdigest()
+
     def may_keep(self) -> bool:
         """Tell whether all children that are others now are shells: neither they nor those before hold tensors or our hooks."""
         start = len(self._attributes)
@@ -179,3 +251,12 @@ def _is_held(child: nn.Module | None) -> bool:
     hooks = [hook for name in _TABLES for hook in (vars(child).get(name) or {}).values() if callable(hook)]
     is_ours = any(str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in hooks)
     return is_ours or any(tensor is not None for tensor in tensors) or users_class(type(child)) is not type(child)
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        own = [(key, repr(v)) for key, v in vars(value).items() if key not in OF_TORCH and isinstance(v, _PLAIN)]
+        return f"{type(value).__module__}.{type(value).__qualname__} {own}"
+    if value is _ABSENT or isinstance(value, _PLAIN):
+        return "" if value is _ABSENT else repr(value)
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

@@ -16,7 +16,8 @@ from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import call_model
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, run_trial
+from meshwright.run.losses.trial_writes import own_backward_error
+from meshwright.run.losses.trials import RAISED, Evidence, TrialForward, TrialOutcome, run_trial
 
 __all__: list[str] = []
 
@@ -39,18 +40,50 @@ def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -
     wanted = next(trials)
     while True:
         try:
-            wanted = trials.send([_run_kept(module, engine.device, trial, forward, term) for trial in wanted])
+            wanted = trials.send([_run_once_more(module, engine.device, trial, forward, term) for trial in wanted])
         except StopIteration as end:
             return end.value
 
 
 def _run_kept(
-    module: nn.Module, device: torch.device, trial: TrialForward, forward: Callable[[Any], Any], term: _Term
+    module: nn.Module,
+    device: torch.device,
+    trial: TrialForward,
+    forward: Callable[[Any], Any],
+    term: _Term,
+    *,
+    has_graph: bool = False,
 ) -> TrialOutcome:
     """Run a trial, and restore the parameters with values on this rank that its forward has written."""
     parameters = KeptParameters(module)
-    outcome = run_trial(module, device, trial, forward, term)
+    outcome = run_trial(module, device, trial, forward, term, has_graph=has_graph)
     return dataclasses.replace(outcome, written=tuple(parameters.restore()))
+
+
+def _run_once_more(
+    module: nn.Module, device: torch.device, trial: TrialForward, forward: Callable[[Any], Any], term: _Term
+) -> TrialOutcome:
+    """Run a trial; where its code raises, run it with a graph, of which a penalty on gradients may be computed inside.
+
+    Raises:
+        ApplyError: The code runs backward itself: what that adds to the parameters' gradients is weighed by nobody.
+    """
+    outcome = _run_kept(module, device, trial, forward, term)
+    if outcome.obstacle is None or not outcome.obstacle.startswith(RAISED):
+        return outcome
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        again = _run_kept(module, device, trial, forward, term, has_graph=True)
+        writes = any(parameter.grad is not None for parameter in parameters)
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+    if writes:
+        raise own_backward_error()
+    return outcome if again.obstacle is not None else again
 
 
 def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:

@@ -54,3 +54,12 @@ def own_generator_error(place: str, numbers: str) -> ApplyError:
         fix="draw from torch's own generator (torch.randn(..., generator=None)), whose numbers rng='global' gives by place; or "
         "leave the batch whole: dp=1 and micro_batches=1",
     )
+
+
+def own_backward_error() -> ApplyError:
+    """Return the error for a forward or a loss that runs backward itself, under a plan that takes the batch in parts."""
+    return ApplyError(
+        "the model's forward or the loss runs backward() itself; this plan takes the batch part by part, and what that adds to "
+        "the parameters' gradients would not be weighed by the part's samples",
+        fix="add the term to the loss that loss_fn returns; or leave the batch whole: dp=1 and micro_batches=1",
+    )

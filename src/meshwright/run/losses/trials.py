@@ -117,6 +117,9 @@ class Evidence:
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
 
+RAISED = "it raised"
+"""How the obstacle of a trial begins whose code has raised."""
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _READS = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist)
 
@@ -147,6 +150,8 @@ def run_trial(
     trial: TrialForward,
     forward: Callable[[Any], Any],
     term: Callable[[Any, Any], LossTerm],
+    *,
+    has_graph: bool = False,
 ) -> TrialOutcome:
     """Return the results of a forward and its loss; an exception in them is an obstacle, and all state is restored.
 
@@ -156,6 +161,7 @@ def run_trial(
         trial: The trial.
         forward: batch -> outputs.
         term: (outputs, batch) -> loss.
+        has_graph: Whether code may take gradients inside.
     """
     batch = own_copy(trial.batch)  # the next trial, and the step, take what this one's code may write into
     with undisturbed(module, device):
@@ -173,6 +179,7 @@ def run_trial(
                 warnings.catch_warnings(action="ignore"),
                 _eagerly(),
                 watch,
+                torch.set_grad_enabled(has_graph),
                 torch.autocast(device.type, enabled=False),
                 contextlib.nullcontext() if trial.draws is None else trial.draws.running(),
             ):
@@ -186,7 +193,7 @@ def run_trial(
                 found = term(outputs, batch)
             value, weight = float(found.value), None if found.is_mean else float(found.weight)
         except Exception as error:  # noqa: BLE001 - the user's code: what it raises here it raises in the step, too
-            return TrialOutcome(obstacle=f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return TrialOutcome(obstacle=f"{RAISED} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         obstacle = None
         if normalises:
             obstacle = "it normalises with statistics of the batch"

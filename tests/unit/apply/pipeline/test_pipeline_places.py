@@ -111,7 +111,43 @@ def test_layers_up_to_the_one_whose_values_are_read_are_on_the_first_stage(late:
     stage_map = _cut(module, {})
     assert stage_map.stages == {"layers.0": 0, "layers.1": 0, "layers.2": 0 if late else 1, "layers.3": 1}
     assert stage_map.flow.num_first == 2 + late
-    assert "__bool__() of a tensor of 'layers.1'" in stage_map.flow.reasons()[0]
+    assert "__bool__() of a tensor of 'layers.1'" in stage_map.flow.reasons(module)[0]
+
+
+class AsksBetween(nn.Module):
+    """Asks whether its second layer has given back its very argument; `is None` is no such question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.after = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layers[2](self._turned(self.layers[0](inputs)))
+        return self.layers[3](hidden) if self.after is None else hidden
+
+    def _turned(self, hidden: Tensor) -> Tensor:
+        same = self.layers[1](hidden)
+        return -same if same is hidden else same
+
+
+def test_a_comparison_of_objects_between_layers_is_told() -> None:
+    module = AsksBetween()
+    (reason,) = _cut(module, {}).flow.reasons(module)
+    assert "by `is`" in reason
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    assert not _cut(plain, {}).flow.reasons(plain)
+
+
+def test_a_text_of_a_tensor_between_layers_is_told() -> None:
+    class Prints(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            for place, layer in enumerate(self):
+                input = layer(input) * (1 if place else len(str(input)) and len(str(layer(input))))
+            return input
+
+    module = Prints(*(nn.Linear(6, 6) for _ in range(3)))
+    (reason,) = _cut(module, {}).flow.reasons(module)
+    assert "__repr__() of a tensor of '0'" in reason
 
 
 def test_what_no_stage_is_left_for_is_refused() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.apply.modules.forwards import users_class
+from meshwright.apply.state.class_identity import find_object_identity
 from meshwright.errors import ApplyError
 from meshwright.schedule.balance import work_of
 
@@ -46,6 +48,7 @@ class Flow:
             follow, as text.
         firsts: What it read in ways that they can, once they receive the tensor, as text -> the place of the call that computes
             it. All calls up to that one belong to the first stage: a stage before it would have to wait for the tensor.
+        shown: Texts that it made of such a tensor, to print it for example, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
@@ -71,6 +74,7 @@ class Flow:
     counts: tuple[str, ...] = ()
     has_loss_beside: bool = False
     firsts: dict[str, int] = dataclasses.field(default_factory=dict)
+    shown: tuple[str, ...] = ()
     bonds: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -89,10 +93,25 @@ class Flow:
         """Calls that belong to the first stage, since code between units reads values of theirs [count]."""
         return 1 + max(self.firsts.values(), default=-1)
 
-    def reasons(self) -> list[str]:
-        """Return what a plan says of it: what the first stage tells the others."""
-        read = "; ".join([*self.firsts][:2])
-        return [f"code between the layers reads values, which the first stage tells the others: {read}"] if read else []
+    def reasons(self, module: nn.Module) -> list[str]:
+        """Return what a plan says of it: what the first stage tells the others, and what it cannot."""
+        found: list[str] = []
+        if self.firsts:
+            read = "; ".join([*self.firsts][:2])
+            found.append(f"code between the layers reads values, which the first stage tells the others: {read}")
+        if self.shown:
+            found.append(
+                f"code between the layers makes texts of tensors ({'; '.join(self.shown[:2])}): only the stage that computes one "
+                "has its numbers in the text"
+            )
+        around = [child for _, child in modules_around(module, self.units)]
+        place = find_object_identity(users_class(type(child)) for child in around)
+        if place is not None:
+            found.append(
+                f"code between the layers compares two objects by `is` ({place}): where a layer or a function gives back its "
+                "very argument, a pipeline makes another tensor of it"
+            )
+        return found
 
     def is_better_than(self, finer: Flow, num_stages: int) -> bool:
         """Tell whether the same forward in smaller units has obstacles that this one has not, or reads inside of its units.

@@ -62,6 +62,7 @@ class ForwardObserver(TorchFunctionMode):
         self._used: list[set[str]] = []
         self._reads: list[str] = []
         self._firsts: dict[str, int] = {}
+        self._shown: list[str] = []
         self._leaks: list[str] = []
         self._leaves: dict[str, list[tuple[str, str]]] = {}
         self._takes: dict[str, list[tuple[str, str]]] = {}
@@ -238,6 +239,8 @@ class ForwardObserver(TorchFunctionMode):
                 raise gradient_refusal(func)  # whether all is on one stage, is known once stages are
         result = func(*args, **kwargs)
         if func in METADATA or func == _GRAD_FN:
+            if func is Tensor.__repr__:
+                self._note_shown(value_of(args[0]))
             return result
         names = self._parameters_in((args, kwargs))
         if self._running is not None:
@@ -275,6 +278,12 @@ class ForwardObserver(TorchFunctionMode):
             self._firsts[text] = max(home, self._firsts.get(text, home))
         elif isinstance(result, (bool, int, float, complex, list)) and not any(True for _ in tensors_in(result)):
             self._reads.append(text)
+
+    def _note_shown(self, value: StageValue | None) -> None:
+        """Record that code between units makes a text of a tensor that a unit computes."""
+        is_between = self._is_in_model and self._running is None
+        if is_between and value is not None and value.owner is self and value.home is not None:
+            self._shown.append(f"__repr__() of a tensor of '{self._calls[value.home]['unit']}'")
 
     def _watch_loss(self, of_outputs: set[int], given: Any, results: Any) -> None:
         """Find tensors of units that the loss takes beside the model's outputs: an auxiliary loss left on a layer."""
@@ -350,6 +359,7 @@ class ForwardObserver(TorchFunctionMode):
             draws=self._draws,
             reads=tuple(dict.fromkeys(self._reads)),
             firsts=self._firsts,
+            shown=tuple(dict.fromkeys(self._shown)),
             draws_python=tuple(sorted(self._draws_python | _may_draw(self._module, self._units))),
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},

@@ -1,0 +1,105 @@
+"""Code of a script that takes gradients inside of a step, hooks parameters in a forward, or leaves zeros in `.grad`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tests.parity.jobs.own_loop_jobs import Plain, Sgd
+from torch import Tensor, nn
+
+import meshwright as mw
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Two products; it may double the gradient of the first by a hook, registered at each forward or once."""
+
+    def __init__(self, hooks: str = "none") -> None:
+        super().__init__()
+        self.up, self.down, self.hooks = nn.Linear(5, 8), nn.Linear(8, 3), hooks
+        self.handle: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hooks == "each" and self.handle is not None:
+            self.handle.remove()
+        if self.hooks == "each" or (self.hooks == "once" and self.handle is None):
+            self.handle = self.up.weight.register_hook(lambda gradient: 2 * gradient)
+        return self.down(torch.tanh(self.up(x)))
+
+
+def build(hooks: str = "none") -> nn.Module:
+    return Net(hooks).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return torch.randn(7, 5, generator=made).double(), torch.randn(7, 3, generator=made).double()
+
+
+def square(outputs: Tensor, given: Any) -> Tensor:
+    return F.mse_loss(outputs, given[1])
+
+
+def slope_of_each(outputs: Tensor, given: Any) -> Tensor:
+    """Add a penalty on each sample's own gradient: a mean over samples."""
+    (slope,) = torch.autograd.grad(outputs.pow(3).sum(), outputs, create_graph=True)
+    return square(outputs, given) + 0.1 * slope.square().mean()
+
+
+def slope_of_all(outputs: Tensor, given: Any) -> Tensor:
+    """Divide by the norm of the batch's gradient: no mean over samples."""
+    loss = square(outputs, given)
+    (slope,) = torch.autograd.grad(loss, outputs, retain_graph=True)
+    return loss / (1 + slope.norm().detach())
+
+
+def with_backward(outputs: Tensor, given: Any) -> Tensor:
+    (0.1 * outputs.square().mean()).backward(retain_graph=True)
+    return square(outputs, given)
+
+
+LOSSES = {"each": slope_of_each, "all": slope_of_all, "backward": with_backward, "square": square}
+
+
+def steps(plan: str, loss: str, hooks: str) -> dict[str, Any]:
+    """Train by `model.step`; return the losses and the state."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(functools.partial(build, hooks), plan, loss_fn=LOSSES[loss], optimizer=sgd) as model:
+        losses = [model.step(mw.split_batch(batch(step), model)).loss for step in range(STEPS)]
+        return {"losses": losses, "state": model.full_state_dict()}
+
+
+def plain_steps(loss: str, hooks: str) -> dict[str, Any]:
+    """Do the same on one plain process."""
+    model = Plain(functools.partial(build, hooks), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    losses: list[float] = []
+    for step in range(STEPS):
+        model.zero_grad()
+        losses.append(model.backward(LOSSES[loss](model(batch(step)[0]), batch(step))))
+        model.optimizer.step()
+    return {"losses": losses, "state": model.full_state_dict()}
+
+
+def frozen_with_zeros(model: Any, share: Any) -> dict[str, Tensor]:
+    """Freeze a layer midway, and zero gradients in place: momentum still moves it."""
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            model.module.up.requires_grad_(False)
+        model.optimizer.zero_grad(set_to_none=False)
+        x, y = share(batch(step))
+        model.backward(F.mse_loss(model(x), y), weight=len(x))
+        model.optimizer.step()
+    return {name: value.clone() for name, value in model.full_state_dict().items()}
+
+
+def frozen_plain() -> dict[str, Tensor]:
+    return frozen_with_zeros(Plain(build), lambda given: given)
+
+
+def frozen_under(plan: str) -> dict[str, Tensor]:
+    with mw.apply_plan(build, plan, optimizer=Sgd) as model:
+        return frozen_with_zeros(model, lambda given: mw.split_batch(given, model))

@@ -1,0 +1,43 @@
+"""Gradients that a script's code takes, hooks or leaves: equal to one plain process, or refused."""
+
+from __future__ import annotations
+
+import pytest
+from tests.parity.jobs import script_gradient_jobs as jobs
+from tests.tolerances import FLOAT64
+
+import meshwright as mw
+from meshwright import testing
+
+PARTS = "single,micro_batches=2"
+
+
+@pytest.mark.parametrize("hooks", ["each", "once"])
+def test_hooks_that_a_forward_registers_are_there_once(hooks: str) -> None:
+    found, wanted = jobs.steps(PARTS, "square", hooks), jobs.plain_steps("square", hooks)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64)
+    testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+
+
+def test_a_penalty_on_gradients_inside_of_the_loss_is_tried_with_its_graph() -> None:
+    found, wanted = jobs.steps(PARTS, "each", "none"), jobs.plain_steps("each", "none")
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64)
+    testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+    with pytest.raises(mw.ApplyError, match="is not a mean over samples"):
+        jobs.steps(PARTS, "all", "none")
+
+
+def test_a_backward_inside_of_the_loss_is_refused_where_the_batch_is_cut() -> None:
+    with pytest.raises(mw.ApplyError, match=r"runs backward\(\) itself"):
+        jobs.steps(PARTS, "backward", "none")
+    assert jobs.steps("single", "backward", "none")["losses"] == pytest.approx(
+        jobs.plain_steps("backward", "none")["losses"], rel=FLOAT64
+    )
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1KiB", "dp=2,zero=3,whole_below=1"]
+)
+def test_momentum_moves_a_frozen_layer_whose_gradients_are_zeros(plan: str) -> None:
+    for found in testing.run_ranks(jobs.frozen_under, 2, plan):
+        testing.assert_parity(found, jobs.frozen_plain(), FLOAT64)
