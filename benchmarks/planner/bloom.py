@@ -17,7 +17,7 @@ from benchmarks.planner.evaluate import Judge
 _DEVICES, _SEQUENCES, _LAYERS = 384, 2048, 70
 
 _HOLDS = 80e9
-"""What nvidia-smi may show of a plan that is chosen: a device holds 5 GB more, which a run of months does not count on [bytes]."""
+"""What nvidia-smi may show of a plan that is chosen: a device holds 5 GB more, which a long run does not count on [bytes]."""
 
 WITHIN_TWO_PERCENT = {(4, 12, 8, 2), (4, 12, 8, 4), (4, 6, 16, 2), (2, 12, 16, 2)}
 """(tp, pp, dp, micro-batch): the fastest, and those measured within 2 % of it in the same weeks on a model of 72 layers (110.5,

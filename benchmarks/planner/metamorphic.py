@@ -26,8 +26,9 @@ from meshwright.spec.model import ModelSpec
 ROUNDED = 1e-9
 """By how much what is equal may differ [ratio]."""
 
-RECUT = 0.03
-"""By how much a step of a pipeline may move against a relation: stages are cut anew, by computing time alone [ratio]."""
+RECUT = 0.15
+"""By how much a step of a pipeline may move against a relation: stages are cut anew, by computing time alone, so that a rank
+may get more parameters to exchange [ratio]."""
 
 JUMP = 1.3
 """Most that a step may grow from one width to the next, 128 elements more, beside what its arithmetic grows [ratio]."""
@@ -109,7 +110,7 @@ def _larger(one: float, other: float) -> str | None:
 
 
 def _whole(setup: Setup) -> Setup:
-    """Return a setup without stages: what a rank keeps does not depend on where they are cut."""
+    """Return a setup without stages: what the fullest rank keeps does not depend on where they are cut, and on which it is."""
     return dataclasses.replace(setup, pp=1, virtual=1, schedule="1f1b")
 
 
@@ -120,9 +121,10 @@ def faster_links(case: Case) -> Iterator[str | None]:
         link = getattr(cluster, name)
         if link is not None:
             faster = dataclasses.replace(link, bytes_per_s=2 * link.bytes_per_s)
-            yield _slower(case.cost(), case.cost(cluster=dataclasses.replace(cluster, **{name: faster})))
+            other = case.cost(cluster=dataclasses.replace(cluster, **{name: faster}))
+            yield _slower(case.cost(), other, recut=case.setup.pp > 1)
     device = dataclasses.replace(cluster.device, memory_bytes_per_s=2 * (cluster.device.memory_bytes_per_s or 1e12))
-    yield _slower(case.cost(), case.cost(cluster=dataclasses.replace(cluster, device=device)))
+    yield _slower(case.cost(), case.cost(cluster=dataclasses.replace(cluster, device=device)), recut=case.setup.pp > 1)
 
 
 def faster_arithmetic(case: Case) -> Iterator[str | None]:
@@ -130,7 +132,9 @@ def faster_arithmetic(case: Case) -> Iterator[str | None]:
     device = case.cluster.device
     peaks = {dtype: 1.5 * peak for dtype, peak in device.peak_flops_per_s.items()}
     faster = dataclasses.replace(device, peak_flops_per_s=peaks)
-    yield _slower(case.cost(), case.cost(cluster=dataclasses.replace(case.cluster, device=faster)))
+    yield _slower(
+        case.cost(), case.cost(cluster=dataclasses.replace(case.cluster, device=faster)), recut=case.setup.pp > 1
+    )
 
 
 def newer_devices(case: Case) -> Iterator[str | None]:
@@ -176,7 +180,7 @@ def zero_keeps_less(case: Case) -> Iterator[str | None]:
     """A higher stage of ZeRO keeps no more of the states, where it exchanges as the one below."""
     states: list[float] = []
     for zero in (0, 1, 2, 3):
-        setup = dataclasses.replace(case.setup, zero=zero, shard=case.setup.dp if zero else 1, per_step=False)
+        setup = dataclasses.replace(_whole(case.setup), zero=zero, shard=case.setup.dp if zero else 1, per_step=False)
         memory = case.cost(setup).memory
         states.append(memory.parameters + memory.gradients + memory.optimizer)
     for below, above in itertools.pairwise(states):

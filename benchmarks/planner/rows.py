@@ -192,7 +192,6 @@ def setup_of(row: dict[str, Any]) -> Setup:
         cut_by_shares=software.cuts_by_shares,
         blocks_on_messages=software.blocks_on_messages,
         accumulated_bytes=software.accumulated_bytes,
-        loss_traffic=software.loss_traffic,
         loss_kept=software.loss_kept,
         keeps_gathered=software.keeps_gathered,
         copies_per_rank=software.copies_per_rank,

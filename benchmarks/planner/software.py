@@ -43,10 +43,8 @@ class Software:
     """Stages have as many blocks each."""
     blocks_on_messages: bool = False
     """Stages wait for each message by itself."""
-    loss_traffic: tuple[float, float] = (16.0, 24.0)
-    """What cross-entropy moves for each logit in forward and in backward [bytes]."""
     loss_kept: float = 8.0
-    """What it keeps for each logit beside the logits [bytes]."""
+    """What cross-entropy keeps for each logit beside the logits [bytes]."""
     copies_per_rank: float = 0.0
     """Copies that ZeRO-3 issues for each rank of a gathering [count]."""
     keeps_gathered: bool = False
@@ -56,14 +54,6 @@ class Software:
     source: str
 
 
-_MEGATRON_LOSS: Final = (38.0, 14.0)
-"""To fp32 (6), maximum (4), difference in place (8), exponential (8), sum (4) and quotient in place (8); then gradients in place
-(8) and to 16 bits (6). Source: Megatron-LM, core/tensor_parallel/cross_entropy.py, read 2026-11-24."""
-
-_FUSED_LOSS: Final = (2.0, 4.0)
-"""16-bit logits are read once in each pass, and their gradients written. Source: flash-attention, ops/triton/cross_entropy.py and
-csrc/xentropy, read 2026-11-27."""
-
 _OLD: Final = Software(
     fused=True,
     native_attention=False,
@@ -71,7 +61,6 @@ _OLD: Final = Software(
     sends_slices=True,
     accumulated_bytes=6.0,
     cuts_evenly=True,
-    loss_traffic=_MEGATRON_LOSS,
     source=(
         "Megatron-LM of 2020 to 2022: fused bias, GELU, dropout and softmax kernels, scatter and gather of what stages send "
         "(Narayanan et al. 2021, arXiv:2104.04473, sections 4.1 and 4.2), and --no-gradient-accumulation-fusion says the rest"
@@ -102,34 +91,30 @@ _TORCHTITAN: Final = dataclasses.replace(
     ),
 )
 
-_COMPILED_LOSS: Final = {"loss_traffic": (4.0, 6.0), "loss_kept": 2.0}
+_COMPILED_LOSS: Final = {"loss_kept": 2.0}
 """Of torchtitan since January 2025, which compiles its loss, so that logits are never in fp32: components/loss.py,
 `build_cross_entropy_loss`."""
 
 _FOUNDRY: Final = dataclasses.replace(
     _EAGER,
     attention_speed=0.55,
-    loss_traffic=(34.0, 4.0),
     loss_kept=2.0,
     states={"bf16": StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)},
     source=(
         "MPT in llm-foundry of 2023 (configuration_mpt.py: attn_impl is triton): FlashAttention-2 is 1.3 to 2.5 times as fast as "
-        "Triton's (Dao 2023, arXiv:2307.08691, section 4.1); loss: modeling_mpt.py, loss_fn is "
-        "fused_crossentropy, which reads logits once, and train_metrics are two that take PyTorch's of them in fp32 once more"
+        "Triton's (Dao 2023, arXiv:2307.08691, section 4.1); loss: modeling_mpt.py, loss_fn is fused_crossentropy"
     ),
 )
 
 _NANOTRON: Final = dataclasses.replace(
     _EAGER,
-    loss_traffic=_MEGATRON_LOSS,
     cuts_by_shares=True,
-    source="nanotron: its loss is Megatron's (src/nanotron/parallel/tensor_parallel/functional.py, _ShardedCrossEntropy)",
+    source="nanotron: blocks go to stages by shares of the work (src/nanotron/models/base.py, build_model)",
 )
 
 _INTERN: Final = dataclasses.replace(
     _EAGER,
     fused=True,
-    loss_traffic=_FUSED_LOSS,
     loss_kept=2.0,
     source=(
         "InternEvo: flash-attention's loss and rotary embedding and apex's norm (internlm/model/losses/ce_loss.py, "
@@ -145,7 +130,6 @@ _MEGATRON: Final = Software(
     accumulated_bytes=6.0,
     cuts_evenly=True,
     bucket_params=(40e6, 1e6),
-    loss_traffic=_MEGATRON_LOSS,
     sent_gradient_bytes=2.0,
     gathered_bytes={"fp8": 1.0, "mxfp8": 1.0},
     source=(
@@ -168,7 +152,6 @@ _XLA: Final = dataclasses.replace(
     _MEGATRON,
     overlaps_tp=False,
     bucket_params=None,
-    loss_traffic=(4.0, 6.0),
     source="XLA fuses elementwise operators, and calls cuDNN (JAX-Toolbox, README)",
 )
 

@@ -9,7 +9,6 @@ from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
 from meshwright.plan.costs.machine import Machine, Moved, product_bytes
 from meshwright.plan.costs.setup import Setup
 from meshwright.spec.layer import HostCalls, LayerSpec
-from meshwright.spec.layer_operators import LOSS_BYTES
 from meshwright.spec.operator import CAST, CONVOLUTION, OperatorSpec
 
 __all__: list[str] = []
@@ -233,9 +232,6 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
     passes = machine.efficiency.elementwise_passes if setup.is_eager and operator.name in _SEVERAL_KERNELS else 1.0
     traffic = operator.traffic_bytes * scale * passes
     backward = 1.0 if operator.function == CAST else ELEMENTWISE_BACKWARD  # another cast, of as many bytes
-    if operator.name == "loss" and not operator.function:  # of a model that is made from sizes
-        traffic *= setup.loss_traffic[0] / LOSS_BYTES
-        backward = setup.loss_traffic[1] / setup.loss_traffic[0]
     ratio, ratio_backward = machine.efficiency.functions.get(operator.function, (1.0, 1.0))
     runs_s = operator.num_runs * scale * machine.efficiency.run_s
     forward = machine.traffic_s(traffic) * ratio + runs_s

@@ -97,11 +97,8 @@ class Setup:
     """Whether fused attention is written for this generation of device (cuDNN's, FlashAttention-3), not for the one before."""
     attention_speed: float = 1.0
     """Of its fused attention over FlashAttention-2 or what is its equal [ratio]."""
-    loss_traffic: tuple[float, float] = (16.0, 24.0)
-    """What cross-entropy reads and writes for each logit in forward and in backward: PyTorch's, or of a tool that has its own
-    [bytes]."""
     loss_kept: float = 8.0
-    """What it keeps for each logit beside the logits, in fp32 or not at all [bytes]."""
+    """What cross-entropy keeps for each logit beside the logits, in fp32 or not at all [bytes]."""
     keeps_gathered: bool = False
     """Whether a layer that runs again keeps the whole sequence that its products read meanwhile, not the slice of it."""
     copies_per_rank: float = 0.0
@@ -210,7 +207,7 @@ _values_of: Final = operator.attrgetter(*_FIELDS)
 
 SEEN_BY_LAYERS: Final = (
     "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "own_dtypes", "overlaps_tp", "is_eager",
-    "trains_weights", "native_attention", "attention_speed", "loss_traffic", "loss_kept",
+    "trains_weights", "native_attention", "attention_speed", "loss_kept",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 
