@@ -33,10 +33,6 @@ _NETWORK_HOPS: Final = 3
 """Steps inside a host that one over the network takes as long as. An estimate after the latencies in NCCL's src/graph/tuning.cc,
 read 2026-11-24 [count]."""
 
-_SLICES: Final = 2
-"""Slices of a part that a ring hands on one after the other [count]. Source: NCCL, src/include/collectives.h,
-ALLGATHER_CHUNKSTEPS over ALLGATHER_SLICESTEPS, read 2026-11-27."""
-
 _ROUNDS: Final = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How often the tensor goes round, but for one rank's part of it [count]."""
 
@@ -172,13 +168,11 @@ class Machine:
             )
         ports = self.network_bytes_per_s * (1 + (max(1, group // spread) - 1) * self.efficiency.rails)
         rate = min(self.link_bytes_per_s, ports)
-        moved_s, hop_s = rounds * share / rate, self.efficiency.hop_s
         if rounds == 1:  # a gather goes round the ring, over every device; sums have trees
-            hops_s = (group - spread + _NETWORK_HOPS * spread) * hop_s
-            # A device hands on the first slice of a part while the others arrive: what a step waits hides behind large parts.
-            return max(moved_s, hops_s + moved_s / _SLICES) + self.efficiency.network_latency_s
-        hops = rounds * (min(group, 8) + _NETWORK_HOPS * math.log2(spread))
-        return moved_s + self.efficiency.network_latency_s + hops * hop_s
+            hops = group - spread + _NETWORK_HOPS * spread
+        else:
+            hops = rounds * (min(group, 8) + _NETWORK_HOPS * math.log2(spread))
+        return rounds * share / rate + self.efficiency.network_latency_s + hops * self.efficiency.hop_s
 
     def message_s(self, num_bytes: float, *, inside: bool) -> float:
         """Return the time of a message to a neighbour, in the same host or in another one [s]."""
