@@ -26,12 +26,15 @@ CALCULON_MEAN = {
     "vTrain-single": 35.8,
 }
 
+_MOST = 1e15
+"""Above any time or size that a row can mean, and below what a float cannot hold."""
+
 
 def usable(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows whose step time is known and may be compared, each once."""
+    """Return the rows whose step time is known and may be compared, each once; of one id the last."""
     found = {
-        str(row.get("id")): row
-        for row in rows
+        (place if row.get("id") is None else str(row["id"])): row
+        for place, row in enumerate(rows)
         if isinstance(row, dict)
         and row.get("status") == "ok"
         and _is_for(row, "time")
@@ -51,7 +54,7 @@ def _measured(row: Row, name: str) -> object:
 
 
 def _is_positive(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST
 
 
 def read(paths: Sequence[Path]) -> list[Row]:
@@ -107,6 +110,8 @@ def constant_share(rows: Sequence[Row]) -> list[float]:
             AttributeError,
         ):  # a row that does not say what its work is has no share
             continue
+        if not 0 < work < math.inf:
+            continue
         cell = str(row["hardware"].get("gpu")), str(row.get("precision")), str(row.get("recompute"))
         cells[cell].append(work / row["measured"]["step_time_s"])
     # A step's time is work over speed: predicted over measured is measured speed over the cell's median one.
@@ -156,11 +161,17 @@ def show_memory(table: Mapping[str, Mapping[str, float]]) -> str:
     lines = [f"{'memory':64}{'n':>6}{'bias':>8}{'mean':>8}{'p90':>8}"]
     for kind, cells in table.items():
         if kind != "fits":
-            lines.append(f"{kind:64}{cells['n']:6}{cells['bias']:8.1f}{cells['mean']:8.1f}{cells['p90']:8.1f}")
+            lines.append(
+                f"{_printable(kind):64}{cells['n']:6}{cells['bias']:8.1f}{cells['mean']:8.1f}{cells['p90']:8.1f}"
+            )
     fits = table["fits"]
     for status, words in (("oom", "failed for memory"), ("ok", "ran")):
         lines.append(f"{words} and told so: {fits.get(f'{status}_told', 0):.0f} of {fits.get(status, 0):.0f}")
     return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def macro(table: Mapping[str, Cells]) -> dict[str, float]:
@@ -176,7 +187,9 @@ def show(table: Mapping[str, Cells]) -> str:
     lines = [f"{'group':24}" + "".join(f"{name:>10}" for name in names)]
     for group, cells in table.items():
         values = [cells[head] for head in (*heads, "mean_of_calculon")]
-        lines.append(f"{group:24}" + "".join(f"{'-':>10}" if value is None else f"{value:10.3g}" for value in values))
+        lines.append(
+            f"{_printable(group):24}" + "".join(f"{'-':>10}" if value is None else f"{value:10.3g}" for value in values)
+        )
     total = macro(table)
     lines.append(
         f"over groups: median {total['median']:.1f} %, p90 {total['p90']:.1f} %, mean {total['mean']:.1f} %, "

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from benchmarks.planner import errors
+from benchmarks.planner.fields import cleaned
 from benchmarks.planner.priors import (
     ATTENTION,
     COMMON,
@@ -88,8 +89,9 @@ class Fit:
 
     @staticmethod
     def _case(row: errors.Row) -> Case:
-        cluster = cluster_of(row)
-        return Case(row, setup_of(row), StepCosts(model_of(row), cluster), cluster.device.name)
+        read = cleaned(row)
+        cluster = cluster_of(read)
+        return Case(row, setup_of(read), StepCosts(model_of(read), cluster), cluster.device.name)
 
     def move(self, logs: dict[Name, float]) -> None:
         """Take over constants, none farther from its expectation than it may be."""

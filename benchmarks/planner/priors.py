@@ -68,13 +68,15 @@ MATMUL: Final = {
     "gb300": {"bf16": 0.722, "fp8": 0.684, "fp4": 0.65},
     "h100-pcie": {"bf16": 0.57, "fp8": 0.50},
     "mi300x": {"bf16": 0.514, "fp8": 0.45},
+    "mi325x": {"bf16": 0.604, "fp8": 0.53},
+    "mi355x": {"bf16": 0.68, "fp8": 0.6, "fp4": 0.5},
 }
 """Share of the dense peak that one product alone reaches at most.
 
 Source: Machine Learning Engineering Open Book, compute/accelerator, "Maximum Achievable Matmul FLOPS" (A100 271 of 312, H100 795
-of 989, B200 1,745 of 2,250, GB200 1,822 of 2,500, B300 1,769 of 2,450, MI300X 668 of 1,300; fp8: H100 1,403 of 1,979, B200 3,432
-of 4,500). V100, GB300, fp4 and fp8 of MI300X are estimates. Of an H100 that is held to 500 or 350 of 700 W: the root of that
-ratio, for its clock falls more slowly than its power.
+of 989, B200 1,745 of 2,250, GB200 1,822 of 2,500, B300 1,769 of 2,450, MI300X 668 of 1,300, MI325X 785 of 1,300, MI355X 1,565 of
+2,300; fp8: H100 1,403 of 1,979, B200 3,432 of 4,500). V100, GB300, fp4 and fp8 of AMD's are estimates. Of an H100 that is held to
+500 or 350 of 700 W: the root of that ratio, for its clock falls more slowly than its power.
 """
 
 TRAINING: Final = {
@@ -93,6 +95,8 @@ GENERATION: Final = {
     "h200-sxm": "hopper",
     "h100-pcie": "hopper",
     "mi300x": "hopper",
+    "mi325x": "hopper",
+    "mi355x": "hopper",
     "b200": "blackwell",
     "gb200": "blackwell",
     "b300": "blackwell",

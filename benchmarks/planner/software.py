@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, Final
 
 from meshwright.plan.costs.setup import StateBytes
@@ -36,10 +37,18 @@ class Software:
     """Precision -> size of a parameter's element as ZeRO gathers it, where that is not 2 [bytes]."""
     zero: int = 0
     """Stage of ZeRO that its users have where a row says nothing."""
+    cuts_by_shares: bool = False
+    """A stage takes blocks until its share of the work is full."""
     cuts_evenly: bool = False
     """Stages have as many blocks each."""
     blocks_on_messages: bool = False
     """Stages wait for each message by itself."""
+    loss_kept: float = 8.0
+    """What cross-entropy keeps for each logit beside the logits [bytes]."""
+    copies_per_rank: float = 0.0
+    """Copies that ZeRO-3 issues for each rank of a gathering [count]."""
+    keeps_gathered: bool = False
+    """Layers that run again keep the whole sequence meanwhile, not slices."""
     selective: str = "selective"
     """What its selective recompute runs again, in the words of `Setup.recompute`."""
     source: str
@@ -72,19 +81,44 @@ _TORCHTITAN: Final = dataclasses.replace(
     states={"bf16": StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)},
     gathered_bytes={"fp8": 1.0},
     selective="every_other_product",
+    loss_kept=10.0,
+    keeps_gathered=True,
     source=(
         "torchtitan: FSDP2 shards parameters in fp32 and gathers them in bf16 or fp8 (docs/float8.md); selective recompute of "
-        "operators runs every second product again (distributed/activation_checkpoint.py)"
+        "operators runs every second product again (distributed/activation_checkpoint.py); logits are let go "
+        "before backward, in which log-softmax's result and two gradients are in fp32 (train.py, components/loss.py); products "
+        "keep the input that they gathered, as PyTorch's ColwiseParallel does (torch.distributed.tensor.parallel)"
     ),
 )
+
+_COMPILED_LOSS: Final = {"loss_kept": 2.0}
+"""Of torchtitan since January 2025, which compiles its loss, so that logits are never in fp32: components/loss.py,
+`build_cross_entropy_loss`."""
 
 _FOUNDRY: Final = dataclasses.replace(
     _EAGER,
     attention_speed=0.55,
+    loss_kept=2.0,
     states={"bf16": StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)},
     source=(
         "MPT in llm-foundry of 2023 (configuration_mpt.py: attn_impl is triton): FlashAttention-2 is 1.3 to 2.5 times as fast as "
-        "Triton's (Dao 2023, arXiv:2307.08691, section 4.1)"
+        "Triton's (Dao 2023, arXiv:2307.08691, section 4.1); loss: modeling_mpt.py, loss_fn is fused_crossentropy"
+    ),
+)
+
+_NANOTRON: Final = dataclasses.replace(
+    _EAGER,
+    cuts_by_shares=True,
+    source="nanotron: blocks go to stages by shares of the work (src/nanotron/models/base.py, build_model)",
+)
+
+_INTERN: Final = dataclasses.replace(
+    _EAGER,
+    fused=True,
+    loss_kept=2.0,
+    source=(
+        "InternEvo: flash-attention's loss and rotary embedding and apex's norm (internlm/model/losses/ce_loss.py, "
+        "internlm/model/ops)"
     ),
 )
 
@@ -107,6 +141,13 @@ _MEGATRON: Final = Software(
     ),
 )
 
+_NEMO: Final = dataclasses.replace(
+    _MEGATRON,
+    accumulated_bytes=2.0,
+    states={"bf16": StateBytes(parameter=2.0, gradient=2.0, optimizer=12.0)},
+    source=_MEGATRON.source + "; NeMo keeps gradients as it sums them, in bf16: grad_sync_dtype, grad_reduce_in_fp32",
+)
+
 _XLA: Final = dataclasses.replace(
     _MEGATRON,
     overlaps_tp=False,
@@ -119,6 +160,7 @@ _DEEPSPEED: Final = dataclasses.replace(
     sends_slices=False,
     accumulated_bytes=10.0,
     calls_per_layer=4.0,
+    copies_per_rank=1.0,
     # Beside the usual: ZeRO-1's shard of gradients in fp32, and under bf16 the gradients of the pass that is being added up.
     states={
         "fp16": StateBytes(parameter=2.0, gradient=2.0, optimizer=16.0),
@@ -129,17 +171,24 @@ _DEEPSPEED: Final = dataclasses.replace(
     source=(
         "Megatron-DeepSpeed: Megatron's kernels; its pipeline engine adds gradients up by autograd, and ZeRO-3 gathers each "
         "parameter of 100,000 elements or more by itself (a GPT block has 4; stage3_param_persistence_threshold); messages go "
-        "one by one: DeepSpeed, runtime/pipe/engine.py and p2p.py; states: runtime/zero/stage_1_and_2.py and "
+        "one by one: DeepSpeed, runtime/pipe/engine.py and p2p.py; ZeRO-3 "
+        "gathers into a list with a tensor for each rank (runtime/zero/partition_parameters.py of 2021), which torch copies each "
+        "(ProcessGroupNCCL.cpp, allgather); states: runtime/zero/stage_1_and_2.py and "
         "runtime/bf16_optimizer.py"
     ),
 )
+
+_YEAR: Final = re.compile(r"(20[23]\d)-?[01]\d")
+"""Of a month in the name of a source."""
 
 _TABLE: Final = (
     (("paxml", "maxtext", "jax"), _XLA),
     (("torchtitan",), _TORCHTITAN),
     (("llm-foundry", "mosaicml"), _FOUNDRY),
-    (("nemo", "megatron-bridge", "dgxc"), _MEGATRON),  # which have an FSDP of their own
-    (("nanotron", "internlm", "internevo", "colossal", "fsdp"), _EAGER),
+    (("nemo", "megatron-bridge", "dgxc"), _NEMO),  # which have an FSDP of their own
+    (("nanotron",), _NANOTRON),
+    (("internlm", "internevo"), _INTERN),
+    (("colossal", "fsdp"), _EAGER),
     (("megatron-deepspeed", "bigscience", "deepspeed"), _DEEPSPEED),
     (("megatron", "mlperf", "transformer engine", "transformer-engine", "megascale"), _MEGATRON),
 )
@@ -150,11 +199,13 @@ def software_of(row: dict[str, Any], *, recent: bool) -> Software:
     """Return the properties of a row's software; ``recent`` tells that it is of 2023 or later."""
     text = " ".join(str(row.get(name) or "") for name in ("group", "source", "notes")).lower()
     found = next((software for words, software in _TABLE if any(word in text for word in words)), _EAGER)
-    if not recent and found in (_MEGATRON, _EAGER, _FOUNDRY):
+    if not recent and found in (_MEGATRON, _NEMO, _EAGER, _FOUNDRY):
         found = _OLD
     if recent and found is _DEEPSPEED:
         found = _EAGER
     parallel = row["parallel"]
+    if found is _TORCHTITAN and parallel.get("torch_compile") and (_YEAR.findall(text) or ["2025"])[-1] >= "2025":
+        found = dataclasses.replace(found, **_COMPILED_LOSS)
     if parallel.get("torch_compile") is not None:
         found = dataclasses.replace(found, fused=bool(parallel["torch_compile"]))
     if parallel.get("async_tp") is not None:

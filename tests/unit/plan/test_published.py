@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import random
 import sys
 from pathlib import Path
@@ -15,14 +17,20 @@ sys.path.insert(
 )  # benchmarks is a folder of the repository, not of the package
 
 from benchmarks.planner import bloom, errors
-from benchmarks.planner.evaluate import Judge, as_read
-from benchmarks.planner.rows import setup_of
+from benchmarks.planner.evaluate import Judge, as_read, main
+from benchmarks.planner.fields import cleaned
+from benchmarks.planner.gpus import gpu_of
+from benchmarks.planner.rows import cluster_of, model_of, setup_of
 from benchmarks.planner.software import software_of
+
+from meshwright.plan.costs.step_costs import StepCosts
 
 PLAN = (4, 12, 8, 2)
 """TP4 PP12 DP8, micro-batches of 2: BLOOM's, at 104.7 s a step (bigscience-workshop/bigscience, train/tr11-176B-ml)."""
 
-STRANGE: tuple[Any, ...] = (None, 0, -1, 0.5, 1e30, float("nan"), "", "words", [], {}, True)
+STRANGE: tuple[Any, ...] = (
+    None, 0, -1, 0.5, 1e30, 10**400, float("nan"), float("inf"), "", "words", "8", "1,024", "-3", [], {}, True, 7, "5 layers",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,127 @@ def test_what_is_no_row_gets_a_reason(row: Any, judge: Judge) -> None:
     assert judge.answer_or_reason(row)["step_time_s"] is None
 
 
+def changed(part: str, **changes: Any) -> dict[str, Any]:
+    """Return a row with other fields in a part; those that are `...` are missing."""
+    row = measured()
+    fields = row[part] | changes
+    return row | {part: {name: value for name, value in fields.items() if value is not ...}}
+
+
+def seconds_of(judge: Judge, row: dict[str, Any]) -> float:
+    answer = judge.answer_or_reason(row)
+    assert answer["step_time_s"] is not None, answer["why"]
+    return answer["step_time_s"]
+
+
+def test_numbers_in_text_are_read(judge: Judge) -> None:
+    plain = seconds_of(judge, measured())
+    assert seconds_of(judge, changed("model", hidden="14,336", layers="70.0", heads="112")) == plain
+    assert seconds_of(judge, changed("hardware", gpu_mem_GB="80 GB", intra_bw_GBps="300")) == plain
+    answer = judge.answer_or_reason(changed("hardware", intra_bw_GBps="fast"))
+    assert answer["step_time_s"] == plain, "the table's link is as fast"
+    assert "hardware.intra_bw_GBps=fast" in answer["why"]
+
+
+def test_degrees_and_batches_that_are_not_printed_follow_from_others(judge: Judge) -> None:
+    plain = seconds_of(judge, measured())
+    assert seconds_of(judge, changed("parallel", dp=...)) == plain
+    assert seconds_of(judge, changed("hardware", gpus=...)) == plain
+    assert seconds_of(judge, changed("batch", **{"global": ..., "tokens": 2048 * 2048})) == plain
+    assert seconds_of(judge, changed("batch", **{"global": ...})) == plain
+    assert seconds_of(judge, changed("batch", grad_accum=...)) == plain
+    assert cleaned(changed("batch", micro=..., grad_accum=...))["batch"]["micro"] == 1, "usual where there are stages"
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        (changed("model", layers=0.5), "model.layers=0.5"),
+        (changed("model", hidden=-4), "model.hidden=-4"),
+        (changed("parallel", tp="many"), "parallel.tp=many"),
+        (changed("parallel", pp=73), "parallel.pp=73"),
+        (changed("parallel", ep=8), "model.experts"),
+        (changed("model", experts=4, experts_per_token=8), "experts_per_token=8"),
+        (changed("batch", **{"global": ..., "micro": ...}), "batch.global"),
+        (changed("hardware", gpu="Quantum", peak_bf16_dense_tflops=...), "Quantum"),
+        (measured(task="inference"), "no training"),
+    ],
+)
+def test_what_cannot_be_is_a_reason(row: dict[str, Any], word: str, judge: Judge) -> None:
+    answer = judge.answer_or_reason(row)
+    assert answer["step_time_s"] is None
+    assert word in answer["why"]
+
+
+def test_a_gpu_is_the_one_that_its_name_or_its_peak_says() -> None:
+    names = {
+        "A800-SXM4-80GB": "a100-sxm-80gb", "NVIDIA H800": "h100-sxm", "H20": "h100-sxm", "H200": "h200-sxm",
+        "H100-SXM5-80GB": "h100-sxm", "H100-96GB-HBM2e-500W": "h100-hbm2e-500w", "GB200": "gb200", "B200-SXM": "b200",
+        "A100-40GB": "a100-sxm-40gb", "Tesla V100-SXM2-16GB": "v100-sxm2-16gb", "V100-SXM3-32GB": "v100-sxm3-32gb",
+        "MI355X": "mi355x", "MI300X": "mi300x", "L4": "l4", "L40S": "l40s", "RTX 4090": "rtx-4090", "TPU v5p": "a100-sxm-80gb",
+    }  # fmt: skip
+    assert {name: gpu_of(name, None).device for name in names} == names
+    assert gpu_of("X9000", 900.0).device == "h100-sxm"
+    assert gpu_of("A800", None).link_gb_per_s == 200
+
+
+def test_recompute_of_some_layers_lies_between_none_and_all(judge: Judge) -> None:
+    none, some, most, full = (
+        judge.answer_or_reason(measured(recompute=kind)) for kind in ("none", 2, "4 layers", "full (uniform)")
+    )
+    assert none["step_time_s"] < some["step_time_s"] < most["step_time_s"] < full["step_time_s"]
+    assert none["peak_memory_bytes"] > some["peak_memory_bytes"] > full["peak_memory_bytes"]
+
+
+def test_a_row_that_says_nothing_of_recompute_fits_where_its_least_does(judge: Judge) -> None:
+    big = changed("parallel", tp=4, pp=12, dp=8) | {"batch": {"global": 2048, "micro": 2}}
+    silent, none, full = (judge.answer_or_reason(big | {"recompute": kind}) for kind in (None, "none", "full"))
+    assert (none["fits"], silent["fits"], full["fits"]) == (False, True, True)
+    assert silent["step_time_s"] == none["step_time_s"]
+    assert none["peak_memory_bytes"] > silent["peak_memory_bytes"] >= full["peak_memory_bytes"]
+    assert "of which the row says nothing" in silent["why"]
+
+
+def test_a_command_answers_every_line_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        measured(id="one"),
+        measured(id="one"),
+        None,
+        7,
+        measured(id=float("nan")),
+        measured(id=None, group="\ud800"),
+    ]
+    text = "\n".join(json.dumps(row) for row in rows) + "\nnot a row\n" + "[" * 100_000 + "\n\n"
+    files = {
+        "lines.jsonl": text,
+        "list.json": json.dumps(rows),
+        "object.json": json.dumps({"rows": rows}),
+        "none.json": "[]",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text("\ufeff" + content if name == "list.json" else content, encoding="utf-8")
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["evaluate", *(str(tmp_path / name) for name in files), "--json", str(out)])
+    main()
+    found = json.loads(out.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert len(found["rows"]) == 3 * len(rows) + 2
+    assert sum(answer["step_time_s"] is not None for answer in found["rows"]) == 3 * 4
+
+
+def test_a_compiled_loss_keeps_less_and_lists_of_gathered_tensors_take_time(judge: Judge) -> None:
+    torchtitan = {"group": "torchtitan", "flash_attention": True, "measured": {}, "mem_kind": None}
+    whole = changed("parallel", torch_compile=True, tp=8, pp=1, dp=48) | torchtitan
+    old, new = (whole | {"source": name} for name in ("a_202412", "b_202506"))
+    assert judge.answer(new)["peak_memory_bytes"] < judge.answer(old)["peak_memory_bytes"]
+    listed = changed("parallel", tp=1, pp=1, dp=384, zero_stage=3)
+    setup = setup_of(cleaned(listed))
+    assert setup.copies_per_rank == 1
+    cluster, model = cluster_of(cleaned(listed)), model_of(cleaned(listed))
+    costs = StepCosts(model, cluster)
+    assert costs.seconds(dataclasses.replace(setup, copies_per_rank=0.0)) < costs.seconds(setup)
+    assert setup_of(cleaned(changed("parallel", fsdp_size=4, zero_stage=3))).shard == 4
+
+
 def test_unknown_devices_and_groups_are_costed(judge: Judge) -> None:
     row = measured(group="nobody", source="a paper of 2030")
     row["hardware"] = row["hardware"] | {"gpu": "H300-SXM9"}
@@ -99,7 +228,7 @@ def test_memory_is_told_as_it_was_read() -> None:
 
 
 def test_a_rows_software_is_that_of_its_source() -> None:
-    assert setup_of(measured()).blocks_on_messages, "Megatron-DeepSpeed"
+    assert setup_of(cleaned(measured())).blocks_on_messages, "Megatron-DeepSpeed"
     notes = "recipes for some of these use FSDP"
     assert software_of(measured(group="megatron-bridge", source="", notes=notes), recent=True).fused
     assert not software_of(measured(group="misc", source="", notes=notes), recent=True).fused

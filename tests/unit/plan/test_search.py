@@ -183,13 +183,13 @@ def test_nothing_fits_names_the_nearest_and_how_much_they_miss() -> None:
 
 
 def test_more_memory_makes_a_faster_plan_possible_and_the_best_plan_says_so() -> None:
-    tight = make_plans(gpt(hidden=4096, heads=32, layers=24), load_cluster("8xa100-sxm-40gb"), TRAIN, top=1)[0]
-    said = [reason for reason in tight.reasons if "more per device" in reason]
-    roomy = make_plans(gpt(hidden=4096, heads=32, layers=24), load_cluster("8xa100-sxm-80gb"), TRAIN, top=1)[0]
+    model, cluster = gpt(hidden=4096, heads=32, layers=56), load_cluster("8xa100-sxm-40gb")
+    tight = make_plans(model, cluster, TRAIN, top=1)[0]
+    roomy = make_plans(model, cluster.replace(device=cluster.device.replace(memory_bytes=80 * 10**9)), TRAIN, top=1)[0]
     assert tight.prediction is not None
     assert roomy.prediction is not None
-    if roomy.prediction.step_s < 0.95 * tight.prediction.step_s:
-        assert said
+    assert roomy.prediction.step_s < 0.95 * tight.prediction.step_s
+    assert [reason for reason in tight.reasons if "more per device" in reason]
 
 
 def test_a_plans_own_precision_is_what_is_costed() -> None:

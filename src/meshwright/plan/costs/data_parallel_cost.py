@@ -15,6 +15,10 @@ __all__: list[str] = []
 _ADAPTER_SHARE: Final = 0.005
 """Trained parameters over all, where adapters alone are trained: LoRA of rank 16. An estimate [ratio]."""
 
+_COPY_HOST: Final = 0.3
+"""Host time of a copy and of the view that it is made into, over that of the mean operator [ratio]: as a cast's, which
+benchmarks/planner/cast_times.py measures."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataParallelCost:
@@ -76,9 +80,11 @@ def exchange(
     def seconds(kind: str, num_bytes: float, ranks: int, hosts: int) -> float:
         return pieces * machine.collective_s(kind, num_bytes / pieces, ranks, hosts)
 
-    gather_s = seconds("all_gather", gathered, shard, in_shard)
+    # A list of tensors, one for each rank, is copied from or into what is sent, one by one.
+    listed_s = pieces * setup.copies_per_rank * shard * _COPY_HOST * machine.efficiency.operator_s if shard > 1 else 0.0
+    gather_s = seconds("all_gather", gathered, shard, in_shard) + listed_s
     # ZeRO scatters sums over its shards, and copies of a shard are then summed.
-    scatter_s = seconds("reduce_scatter", reduced, shard, in_shard)
+    scatter_s = seconds("reduce_scatter", reduced, shard, in_shard) + listed_s
     sum_s = seconds("all_reduce", across_copies / shard, group // shard, min(across, group // shard))
     if setup.zero >= 3 and not setup.per_step:
         calls = setup.micro_batches  # each gathers in forward and in backward, and scatters its gradients

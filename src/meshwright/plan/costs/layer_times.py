@@ -26,9 +26,6 @@ _RUNS_BACKWARD: Final = 2.0
 _CAST_BYTES: Final = 3.0
 """Traffic that fp8 adds for each element of a product's input: it is read in 16 bits and written in 8. [bytes]"""
 
-_LOSS_BYTES: Final = 8.0
-"""For each logit, its copy in fp32 and the gradient of that: cross-entropy is in fp32, whatever the model's is [bytes]."""
-
 _SEVERAL_KERNELS: Final = ("rotary", "gate", "rms_norm", "rms_norm1", "rms_norm2")
 """Operators of a transformer made from sizes that PyTorch has no one kernel for; a described module lists what it runs."""
 
@@ -160,7 +157,7 @@ def layer_times(
     times.input_bytes = layer.output_bytes * scale / rows_cut
     divided = setup.tp if any(operator.split == "columns" for operator in layer.operators) else 1
     outputs = layer.output_elements or layer.output_bytes / model_bytes
-    times.loss_bytes = _LOSS_BYTES * outputs * setup.micro_batch_size / setup.cp / divided
+    times.loss_bytes = setup.loss_kept * outputs * setup.micro_batch_size / setup.cp / divided
     if not layer.operators:
         _add_sums(times, layer, setup, machine, scale)
         return times
@@ -234,12 +231,12 @@ def _add_sums(times: LayerTimes, layer: LayerSpec, setup: Setup, machine: Machin
 def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, scale: float) -> None:
     passes = machine.efficiency.elementwise_passes if setup.is_eager and operator.name in _SEVERAL_KERNELS else 1.0
     traffic = operator.traffic_bytes * scale * passes
+    backward = 1.0 if operator.function == CAST else ELEMENTWISE_BACKWARD  # another cast, of as many bytes
     ratio, ratio_backward = machine.efficiency.functions.get(operator.function, (1.0, 1.0))
     runs_s = operator.num_runs * scale * machine.efficiency.run_s
     forward = machine.traffic_s(traffic) * ratio + runs_s
     times.forward_s += forward
     times.elementwise_s += forward
-    backward = 1.0 if operator.function == CAST else ELEMENTWISE_BACKWARD  # another cast, of as many bytes
     times.backward_s += machine.traffic_s(backward * traffic) * ratio_backward + _RUNS_BACKWARD * runs_s
     times.forward_moved.traffic_bytes += traffic
     times.backward_moved.traffic_bytes += backward * traffic

@@ -97,6 +97,12 @@ class Setup:
     """Whether fused attention is written for this generation of device (cuDNN's, FlashAttention-3), not for the one before."""
     attention_speed: float = 1.0
     """Of its fused attention over FlashAttention-2 or what is its equal [ratio]."""
+    loss_kept: float = 8.0
+    """What cross-entropy keeps for each logit beside the logits, in fp32 or not at all [bytes]."""
+    keeps_gathered: bool = False
+    """Whether a layer that runs again keeps the whole sequence that its products read meanwhile, not the slice of it."""
+    copies_per_rank: float = 0.0
+    """Copies that the host issues for each rank of a gathering, where it is made into a list of tensors [count]."""
     calls_per_layer: float = 1.0
     """Collectives in which data parallelism exchanges a layer; tools without buckets have one for each tensor [count]."""
     accumulated_bytes: float = 10.0
@@ -117,6 +123,8 @@ class Setup:
     """Whether stages are cut as this project's runtime cuts them, not by their time on the cluster at hand."""
     cut_evenly: bool = False
     """Whether stages have as many layers each where that comes out even, as tools do that cut a transformer by its blocks."""
+    cut_by_shares: bool = False
+    """Whether a stage takes layers until its share of the work is full, though others are left with less."""
     blocks_on_messages: bool = False
     """Whether each message between stages is waited for by itself, and a stage's results are kept until their gradients are
     there, as by DeepSpeed's pipeline engine; others send and receive in pairs."""
@@ -199,13 +207,13 @@ _values_of: Final = operator.attrgetter(*_FIELDS)
 
 SEEN_BY_LAYERS: Final = (
     "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "own_dtypes", "overlaps_tp", "is_eager",
-    "trains_weights", "native_attention", "attention_speed",
+    "trains_weights", "native_attention", "attention_speed", "loss_kept",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 
 SEEN_BY_PIPELINE: Final = (
     *SEEN_BY_LAYERS, "dp", "pp", "virtual", "schedule", "micro_batches", "recompute", "overlap", "accumulated_bytes",
-    "sends_slices", "cut_by_work", "cut_evenly", "blocks_on_messages", "one_process",
+    "sends_slices", "cut_by_work", "cut_evenly", "cut_by_shares", "blocks_on_messages", "one_process", "keeps_gathered",
 )  # fmt: skip
 """What a pipeline sees of a setup."""
 

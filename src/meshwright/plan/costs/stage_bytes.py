@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Final
 
 from meshwright.plan.costs.layer_times import LayerTimes
 from meshwright.plan.costs.setup import Setup
@@ -11,6 +12,9 @@ from meshwright.plan.costs.stages_on_ranks import StagesOnRanks
 from meshwright.traffic import cut_activation_bytes, ring_gradient_bytes
 
 __all__: list[str] = []
+
+_GATHERED: Final = 2
+"""Sequences that a block's products read: attention's, and the MLP's [count]."""
 
 
 def pipeline_bytes(
@@ -63,6 +67,14 @@ def chain_bytes(layers: Sequence[LayerTimes], placed: StagesOnRanks, setup: Setu
         in_slices = (layer.input_bytes for layer in reversed(layers[first:last]) if layer.runs_on_slices)
         found += 2 * (setup.tp - 1) * next(in_slices, 0.0)
     return found
+
+
+def repeated_bytes(times: LayerTimes, setup: Setup) -> float:
+    """Return what one layer keeps while it is run again [bytes]: whole sequences that products read, where they were gathered."""
+    kept = times.saved_bytes + times.cast_bytes
+    if setup.keeps_gathered and times.runs_on_slices:
+        kept += _GATHERED * (setup.tp - 1) * times.input_bytes
+    return kept
 
 
 def partial_bytes(elements: float, setup: Setup) -> float:

@@ -119,6 +119,27 @@ def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
     return None
 
 
+def share_cut(prefix: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return where stages begin and the last one ends, where each takes layers until its share of all costs is full.
+
+    Args:
+        prefix: Sums of the layers' costs: 0, the first, the first two, and so on [any one unit].
+        num_stages: Stages, at most the layers [count].
+
+    Source:
+        nanotron, src/nanotron/models/base.py, `build_model`.
+
+    >>> share_cut([0, 1, 2, 3, 4, 8], 2), share_cut([0, 1, 2, 9], 3)
+    ((0, 4, 5), (0, 1, 2, 3))
+    """
+    num_layers = len(prefix) - 1
+    bounds = [0]
+    for stage in range(1, num_stages):
+        end = bisect.bisect_right(prefix, prefix[-1] * stage / num_stages * (1 + _MARGIN)) - 1
+        bounds.append(min(max(end, bounds[-1] + 1), num_layers - (num_stages - stage)))
+    return (*bounds, num_layers)
+
+
 def own_cut(model: ModelSpec, setup: Setup) -> tuple[int, ...]:
     """Return where stages begin and the last one ends, as this project's runtime cuts the model for a setup.
 

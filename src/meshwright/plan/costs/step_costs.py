@@ -34,7 +34,7 @@ from meshwright.plan.costs.setup import (
     seen_by_layers,
     seen_by_pipeline,
 )
-from meshwright.plan.costs.stage_bytes import chain_bytes, partial_bytes, pipeline_bytes
+from meshwright.plan.costs.stage_bytes import chain_bytes, partial_bytes, pipeline_bytes, repeated_bytes
 from meshwright.plan.costs.stages import (
     balanced_cut,
     even_cut,
@@ -42,6 +42,7 @@ from meshwright.plan.costs.stages import (
     own_cut,
     params_at_first_use,
     pipeline_s,
+    share_cut,
     waits_s,
     weight_fraction,
 )
@@ -246,6 +247,8 @@ class StepCosts:
             if seen not in self._own_cuts:
                 self._own_cuts[seen] = own_cut(self.model, setup)
             return self._own_cuts[seen]
+        if setup.cut_by_shares:
+            return share_cut(self._sums(of_kinds), num_stages)
         even = even_cut(len(self._kind), num_stages) if setup.cut_evenly and num_stages > 1 else None
         return even or self._cuts(of_kinds, num_stages)
 
@@ -383,7 +386,7 @@ class StepCosts:
         largest = placed.most([times.num_params for times in kinds])
         again = [0.0] * setup.pp
         if setup.recompute in _RUN_AGAIN:
-            again = placed.most([times.saved_bytes + times.cast_bytes for times in kinds])
+            again = placed.most([repeated_bytes(times, setup) for times in kinds])
         outputs = kinds[self._kind[-1]].loss_bytes
         if setup.blocks_on_messages and setup.pp > 1:
             kept = [one + self._width(kinds) for one in kept]

@@ -51,7 +51,7 @@ def select_strategy(
         PlanError: No plan fits into the devices' memory.
 
     >>> str(select_strategy("125M", 64, 8))
-    'dp=8,zero=1,precision=bf16'
+    'dp=8,zero=2,precision=bf16'
     """
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:  # type: ignore[redundant-expr]
         raise ConfigError(f"num_devices={num_devices!r} (rule: a whole number, at least 1)", fix="num_devices=1")
