@@ -168,10 +168,9 @@ class StepDraws:
         if dims is None or found is None:
             what = "sample dim" if dims is None or not dims.is_apart else "place in the full tensor"
             self.on_unknown(f"draw {number} of {called(name)} ({kind}) has no known {what}: each rank draws for itself")
-            part = self.part if dims is not None and dims.is_apart else ""
+            part = (self.part if dims is not None and dims.is_apart else "") + ("" if sample is None else f"/{sample}")
             loops = merge_levels([Level(math.prod(shape), 0, 1)])
-            apart = f"{text}/{sample or ''}/{self.share}/{forward.first}/{part}"
-            return ElementPlace(key_of(apart), loops, NO_SAMPLE)
+            return ElementPlace(key_of(f"{text}/{self.share}/{forward.first}/{part}"), loops, NO_SAMPLE)
         if dims.loop and sample is not None:
             return ElementPlace(key_of(text), found.levels, forward.first + sample, found.first_index)
         first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
@@ -277,10 +276,12 @@ class _InForward:
 def _check_loops(forward: ForwardDraws) -> None:
     """Tell of modules that have not drawn for each sample in turn, as they did in the first batch."""
     step = _running.step
-    for name, each in step.loops.items() if step is not None else ():
+    if step is None:
+        return
+    for name, each in step.loops.items():
         if forward.counts[name] not in (0, each * forward.num_samples):
-            text = f"{called(name)} has not drawn {each} times for each sample, as with the first batch"
-            step.on_unknown(f"{text}: its numbers may depend on the layout")
+            text = f"{called(name)} has not drawn {each} times for each sample, as with the first batch: "
+            step.on_unknown(text + "its numbers may depend on the layout")
 
 
 @contextlib.contextmanager
