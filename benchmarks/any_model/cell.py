@@ -18,7 +18,7 @@ from benchmarks.any_model import float64
 float64.install()
 
 import torch  # noqa: E402
-from benchmarks.any_model import recipes  # noqa: E402
+from benchmarks.any_model import recipes, vision  # noqa: E402
 from benchmarks.error_rows import describe_error, without_folders  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -27,6 +27,7 @@ from meshwright.apply.state.undisturbed import GeneratorStates  # noqa: E402
 from meshwright.measure.plain_draws import PlainDraws  # noqa: E402
 from meshwright.measure.recording import GradientRecorder, default_dtype  # noqa: E402
 
+vision.load_if_there()
 STEPS, LEARNING_RATE = 2, 0.05
 _IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")
 

@@ -40,6 +40,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     ),
     (r".*num_queries|num_query_tokens|num_object_queries|.*num_latents", 6),
     (r"sliding_window|attention_window|local_attention", 4),
+    (r".*chunk_length", 3),
     (r"window_size", 2),
     (r"num_conv_pos_embedding_groups|groups|.*num_groups", 2),
     (r".*num_mel_bins|n_mels|mel_dim|feature_size", 16),
@@ -140,6 +141,7 @@ def tiny_fields(cls: Any, tokens: Tokens | None = None, level: int = 0) -> dict[
         found["attention_types"] = [[["global", "local"], LAYERS // 2]]
     if {"expand", "num_heads", "head_dim"} <= {field.name for field in dataclasses.fields(cls)}:
         found["head_dim"] = 2 * HIDDEN // HEADS  # heads of a state space share the widened stream
+    _settle(found)
     for name, spec in parts.items():
         if level < 3 and (part := _tiny_part(spec, tokens, level)) is not None:
             found[name] = part
@@ -176,7 +178,27 @@ def _tiny_part(spec: Any, tokens: Tokens, level: int) -> dict[str, Any] | None:
         fields[name] = tiny_value(name, value, tokens)
     if cls.model_type:
         fields["model_type"] = cls.model_type
+    _settle(fields)
     return fields
+
+
+def _settle(fields: dict[str, Any]) -> None:
+    """Have as many layers as there are layers whose results are taken, each taken once."""
+    for name, value in fields.items():
+        if not re.fullmatch(r"(.*_)?(out_indices|out_features|hidden_state_indices)", name) or not isinstance(
+            value, list
+        ):
+            continue
+        count = len(value)
+        stages = [int(found[1]) for item in value if (found := re.fullmatch(r"stage(\d+)", str(item)))]
+        if len(set(value)) < count or (all(isinstance(item, int) for item in value) and max(value) > count):
+            fields[name] = list(range(1, count + 1))
+        elif stages and max(stages) > 4:
+            fields[name] = [f"stage{place + 1}" for place in range(count)]
+        else:
+            continue
+        if "num_hidden_layers" in fields:
+            fields["num_hidden_layers"] = count
 
 
 def _class_of(spec: Any) -> Any:
@@ -189,10 +211,73 @@ def _class_of(spec: Any) -> Any:
 def variants(cls: Any) -> list[dict[str, Any]]:
     """Return tiny configurations of a class in the order in which they are tried: some classes ask for more."""
     plain = tiny_fields(cls)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sections = {"rope_parameters": {**rope, "mrope_section": [2, 1, 1]}}
     heads = _changed(plain, cls, {"num_key_value_heads": HEADS})
-    sections = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
     found = [plain, heads, _changed(plain, cls, sections), _changed(heads, cls, sections)]
+    found += [_changed(heads, cls, {"rope_parameters": rope}), by_kind(plain, cls), by_kind(heads, cls)]
+    found += [_changed(by_kind(heads, cls), cls, sections), _changed(heads, cls, _TOLD)]
+    found += [_changed(heads, cls, {"head_dim": 2 * HEAD_DIM, **more}) for more in ({}, sections)]
+    found += [scaled(cls), _changed(heads, cls, {"hidden_size": 48, "num_hidden_layers": 6})]
     return [fields for index, fields in enumerate(found) if fields not in found[:index]]
+
+
+_TOLD: dict[str, Any] = {
+    **{"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 2},
+    **{"num_experts_per_tok": 2, "num_kv_shared_layers": 0, "axial_pos_embds": False, "default_language": "en_XX"},
+    **{"layer_group_size": 2, "num_hidden_layers": LAYERS},
+}
+"""What classes leave to their user, or derive from more layers than a tiny model has."""
+
+
+def by_kind(fields: dict[str, Any], cls: Any) -> dict[str, Any]:
+    """Return the fields with one layer of each kind that a class has by default, in the class and in its parts."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    parts = {
+        name: by_kind(fields[name], _class_of(spec))
+        for name, spec in (getattr(cls, "sub_configs_defaults", None) or {}).items()
+        if isinstance(fields.get(name), dict) and _class_of(spec) is not None
+    }
+    own: dict[str, Any] = {}
+    kinds = _kinds(cls)
+    name = next((n for n in ("layer_types", "layers_block_type") if n in names), "")
+    if name:
+        kinds = kinds if len(kinds) > 1 else ["conv", "full_attention"] if not kinds else [*kinds, "full_attention"]
+        own = {name: kinds, "num_hidden_layers": len(kinds)}
+    elif "attn_layer_indices" in names:
+        own = {"attn_layer_indices": [1], "num_hidden_layers": 2}
+    elif len(kinds) == 1 and "num_hidden_layers" in names:
+        own = {"num_hidden_layers": 2 * LAYERS}
+    return {**fields, **own, **parts}
+
+
+def _kinds(cls: Any) -> list[str]:
+    try:
+        return list(dict.fromkeys(getattr(cls(), "layer_types", None) or []))
+    except Exception:  # a class that has no defaults
+        return []
+
+
+def scaled(cls: Any) -> dict[str, Any]:
+    """Return a configuration whose channels are an eighth of the defaults: lists of them stay in step with one another."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        value = field.default if field.default is not dataclasses.MISSING else None
+        if _WIDTHS.search(field.name):
+            if isinstance(value, int) and not isinstance(value, bool):
+                found[field.name] = _an_eighth(value)
+            elif isinstance(value, list | tuple) and all(isinstance(item, int) for item in value):
+                found[field.name] = [_an_eighth(item) for item in value]
+        elif (new := tiny_value(field.name, value, Tokens())) != value and not field.name.startswith("_"):
+            found[field.name] = new
+    return found
+
+
+_WIDTHS = re.compile(r"(channels|hidden_size|hidden_sizes|embed_dims?|embedding_size|widths)$")
+
+
+def _an_eighth(value: int) -> int:
+    return value if value <= 4 else max(8, value // 8)
 
 
 def _changed(fields: dict[str, Any], cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +286,7 @@ def _changed(fields: dict[str, Any], cls: Any, changes: dict[str, Any]) -> dict[
     parts = {
         name: _changed(fields[name], _class_of(spec), changes)
         for name, spec in (getattr(cls, "sub_configs_defaults", None) or {}).items()
-        if isinstance(fields.get(name), dict)
+        if isinstance(fields.get(name), dict) and _class_of(spec) is not None
     }
     is_text = "vocab_size" in names
     own = {

@@ -16,14 +16,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.any_model import configs, float64, recipes
+from benchmarks.any_model import configs, float64, proposals, recipes
 
 float64.install()
 
 import torch  # noqa: E402
 
-_MOST_PARAMETERS = 3_000_000
-_LIMIT_S = 25
+_MOST_PARAMETERS = 6_000_000
+_LIMIT_S = 20
 
 
 class _LateError(Exception):
@@ -65,11 +65,14 @@ def _try_head(cls: Any, model_type: str, kind: str, name: str, fields: dict[str,
         recipe["num_labels"] = recipes.CLASSES
     torch.manual_seed(0)
     module = recipes.build_hf(recipe)
+    if (packed := proposals.packing_of(module)) is not None:
+        recipe["packed"] = packed
+        module = recipes.build_hf(recipe)
     count = sum(p.numel() for p in module.parameters())
     if count > _MOST_PARAMETERS:
         return f"{count} parameters"
     problems = []
-    for batch in recipes.propose_batches(module.config, module, kind):
+    for batch in proposals.propose_batches(module.config, module, kind):
         has_labels = any(entry[0] == "labels" for entry in batch)
         for loss in ("own", "outputs") if has_labels else ("outputs",):
             used = batch if loss == "own" else [entry for entry in batch if entry[0] != "labels"]
@@ -160,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression of architectures")
     parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument("--again", type=Path, help="recipes, of which those that have a problem are sought again")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -176,7 +180,11 @@ def main() -> None:
     )
     signal.signal(signal.SIGALRM, _late)
     end = time.monotonic() + 60 * arguments.minutes
-    for model_type in all_types():
+    wanted = all_types()
+    if arguments.again:
+        rows = [json.loads(line) for line in arguments.again.read_text().splitlines()]
+        wanted = [row["type"] for row in rows if "problem" in row and "no model within" not in row["problem"]]
+    for model_type in wanted:
         if time.monotonic() > end:
             break
         if model_type in known or not re.fullmatch(arguments.only or ".*", model_type):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import re
 from typing import Any
 
 import torch
-from benchmarks.any_model import configs
+from benchmarks.any_model import vision
 from torch import Tensor, nn
 
 SAMPLES, LENGTH = 5, 9
@@ -35,8 +34,8 @@ HEADS = (
     ("detection", "OBJECT_DETECTION"),
     ("base", ""),
 )
-_LABELS_PER_TOKEN = ("causal", "masked", "seq2seq", "speech seq2seq", "image-text", "multimodal")
-_LABELS_PER_SAMPLE = ("image", "audio", "video", "text")
+LABELS_PER_TOKEN = ("causal", "masked", "seq2seq", "speech seq2seq", "image-text", "multimodal")
+LABELS_PER_SAMPLE = ("image", "audio", "video", "text")
 
 
 def heads_of(model_type: str) -> list[tuple[str, str]]:
@@ -58,6 +57,8 @@ def build(recipe: dict[str, Any]) -> nn.Module:
         return build_hf(recipe)
     if library == "timm":
         return prepared(importlib.import_module("timm").create_model(cls, num_classes=CLASSES, **fields))
+    if library == "torchvision":
+        return prepared(vision.build(cls, fields))
     module = importlib.import_module("benchmarks.any_model.graphs" if library == "torch_geometric" else library)
     return prepared(getattr(module, cls)(**fields))
 
@@ -75,7 +76,48 @@ def build_hf(recipe: dict[str, Any]) -> nn.Module:
         if getattr(config, name, None) is None:
             setattr(config, name, token)
     model = getattr(transformers, recipe["class"])(config)
+    if "packed" in recipe:
+        model = Packed(model, *recipe["packed"])
     return prepared(model, 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0))
+
+
+class Packed(nn.Module):
+    """A model that takes the patches of all images in one row, and gets those of each sample from a batch.
+
+    Args:
+        model: The model.
+        name: Its argument for patches.
+        grid: Its argument for each image's frames, rows and columns of patches.
+        sizes: Those numbers [count].
+        more: Other arguments of one number for each image.
+    """
+
+    def __init__(self, model: nn.Module, name: str, grid: str, sizes: list[int], more: dict[str, int]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = name, grid
+        self.sizes = sizes
+        self.more = more
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
+
+    def forward(self, patches: Tensor) -> dict[str, Tensor]:
+        """Return what the model gives for each sample.
+
+        Args:
+            patches: Of shape [samples, patches, features].
+        """
+        name, grid = self.names
+        count = len(patches)
+        more = {key: torch.full((count,), value) for key, value in self.more.items()}
+        sizes = torch.tensor(self.sizes).expand(count, 3)
+        outputs = self.model(**{name: patches.flatten(0, 1), grid: sizes}, **more)
+        items = outputs.items() if hasattr(outputs, "items") else enumerate([outputs])
+        found = {str(key): value for key, value in items if isinstance(value, Tensor) and len(value) % count == 0}
+        return {key: value.unflatten(0, (count, -1)) for key, value in found.items()}
 
 
 def prepared(model: nn.Module, dropout: float = 0.0) -> nn.Module:
@@ -107,6 +149,8 @@ def make_batch(recipe: dict[str, Any], step: int) -> dict[str, Tensor]:
             batch[name] = torch.randint(low, high, (SAMPLES, *shape), generator=generator)
         elif kind == "normal":
             batch[name] = torch.randn(SAMPLES, *facts, generator=generator, dtype=torch.float64)
+        elif kind == "constant":
+            batch[name] = torch.tensor(facts).expand(SAMPLES, len(facts)).clone()
         elif kind == "ones":
             batch[name] = torch.ones(SAMPLES, *facts, dtype=torch.int64)
         elif kind == "boxes":
@@ -173,88 +217,11 @@ def paths_of_samples(model: nn.Module, recipe: dict[str, Any]) -> list[str]:
 
 def loss_of(recipe: dict[str, Any]) -> Any:
     """Return the loss function of a recipe; None: the model's own."""
+    if recipe["loss"] == "terms":
+        return sum_of_terms
     return None if recipe["loss"] == "own" else OutputsLoss(recipe.get("outputs"))
 
 
-# ---- proposing
-
-
-def _find(config: Any, names: tuple[str, ...], default: Any) -> Any:
-    """Return the first field of these names, in the configuration or in its parts."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    for key in (
-        "vision_config",
-        "text_config",
-        "audio_config",
-        "encoder",
-        "encoder_config",
-        "backbone_config",
-        "decoder",
-    ):
-        part = getattr(config, key, None)
-        if part is not None and hasattr(part, "to_dict"):
-            value = _find(part, names, None)
-            if value is not None:
-                return value
-    return default
-
-
-def _pair(value: Any) -> list[int]:
-    return list(value)[:2] if isinstance(value, list | tuple) else [value, value]
-
-
-def propose_batches(config: Any, module: nn.Module, kind: str) -> list[list[list[Any]]]:
-    """Return batches that a model may take, in the order in which they are tried."""
-    names = list(inspect.signature(module.forward).parameters)
-    vocabulary = int(_find(config, ("vocab_size",), configs.VOCABULARY))
-    low = min(20, max(0, vocabulary - 8))
-    ids = ["ids", low, vocabulary, LENGTH]
-    base: list[list[Any]] = []
-    for name in ("input_ids", "decoder_input_ids"):
-        if name in names and not (name == "decoder_input_ids" and kind in _LABELS_PER_TOKEN):
-            base.append([name, *ids])
-    if "bbox" in names:
-        base.append(["bbox", "boxes", LENGTH])
-    channels = int(_find(config, ("num_channels", "in_channels", "in_chans"), 3))
-    sides = [_pair(_find(config, ("image_size", "img_size"), configs.IMAGE)), [64, 64], [32, 32]]
-    mels = int(_find(config, ("num_mel_bins", "n_mels", "feature_size", "input_dim"), 16))
-    frames = 2 * int(_find(config, ("max_source_positions",), 32))
-    options: list[list[list[Any]]] = []
-    if "pixel_values" in names:
-        options += [[["pixel_values", "normal", channels, *side]] for side in sides]
-        count = int(_find(config, ("num_frames",), 4))
-        options += [[["pixel_values", "normal", count, channels, *side]] for side in sides[:1]]
-    if "pixel_values_videos" in names and kind == "video":
-        options += [[["pixel_values_videos", "normal", 8, channels, *sides[0]]]]
-    if "input_features" in names:
-        options += [
-            [["input_features", "normal", *shape]]
-            for shape in ((mels, frames), (frames, mels), (1, frames, mels), (64, mels))
-        ]
-    if "input_values" in names:
-        options += [
-            [["input_values", "normal", *shape]] for shape in ((1600,), (1, 1600), (frames, mels), (1024, mels))
-        ]
-    if "past_values" in names:
-        options += [[["past_values", "normal", *shape]] for shape in ((64, 7), (64, 1), (64,), (32, 1))]
-    if "inputs_embeds" in names and not base and not options:
-        options += [[["inputs_embeds", "normal", LENGTH, configs.HIDDEN]]]
-    if "hidden_states" in names and not base and not options:
-        options += [[["hidden_states", "normal", LENGTH, configs.HIDDEN]]]
-    proposals = [base + option for option in options] if options else [base]
-    if base and options:
-        proposals += [*options, base]
-    return [_labelled(batch, kind, names, ids) for batch in proposals if batch]
-
-
-def _labelled(batch: list[list[Any]], kind: str, names: list[str], ids: list[Any]) -> list[list[Any]]:
-    if "labels" in names and kind in _LABELS_PER_TOKEN:
-        return [*batch, ["labels", *ids]]
-    if "labels" in names and kind in _LABELS_PER_SAMPLE:
-        return [*batch, ["labels", "ids", 0, CLASSES]]
-    if "labels" in names and kind == "ctc":
-        return [*batch, ["labels", "ids", 3, 20, 2]]
-    return batch
+def sum_of_terms(outputs: dict[str, Tensor], _: Any) -> Tensor:
+    """Return the sum of the terms that a detector gives."""
+    return torch.stack(list(outputs.values())).sum()

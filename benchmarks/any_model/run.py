@@ -131,7 +131,7 @@ def _outputs_of(text: str) -> list[str]:
 
 def _with_outputs(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe that names the outputs of samples: another tensor may have as many entries as a part of a batch."""
-    return recipe if recipe["loss"] == "own" else {**recipe, "outputs": _outputs_of(json.dumps(recipe))}
+    return recipe if recipe["loss"] != "outputs" else {**recipe, "outputs": _outputs_of(json.dumps(recipe))}
 
 
 def _reference(recipe: dict[str, Any], shares: tuple[int, int], directory: Path) -> Path:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
+from meshwright.apply.randomness.sample_loops import find_loops, note_loops
 from meshwright.apply.randomness.sites import (
     Call,
     DrawNote,
@@ -219,6 +220,10 @@ class DrawTrials:
             found.inside = draws_inside(whole[0].notes) | found.inside
             found.seeds |= any(whole[0].marks & piece.marks for piece in pieces)
             self._note_dims(found, whole[0], pieces)
+            loops = _note_loops(found, whole[0], pieces)
+            found.inside = {
+                call: {n: k for n, k in own.items() if n not in loops} for call, own in found.inside.items()
+            }
         if not found.draws and not uses_python:
             return Evidence()
         found.is_proven = yield from self._prove(found, placed, found.dims)
@@ -288,6 +293,14 @@ class DrawTrials:
         if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not _is_mean(whole[0], pieces):
             return False
         return are_parts(whole[0], pieces)
+
+
+def _note_loops(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> dict[str, int]:
+    """Note draws of loops over samples by one turn; return the modules that make them."""
+    shapes = [{call: note.shape for call, note in one.notes.items()} for one in (whole, *pieces)]
+    loops = find_loops([(one.num_samples, own) for one, own in zip((whole, *pieces), shapes, strict=True)])
+    note_loops(found.dims, {call: (note.shape, note.kind) for call, note in whole.notes.items()}, loops)
+    return loops
 
 
 def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:

@@ -393,7 +393,7 @@ class GlobalDraws:
 
 
 def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
-    return [[*call, d.kind, d.dim, d.is_minor, d.num_dims, d.is_merged] for call, d in dims.items()]
+    return [[*call, d.kind, d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop] for call, d in dims.items()]
 
 
 def _from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:

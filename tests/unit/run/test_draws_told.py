@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,26 @@ class OwnNoise(Base):
         return self.layer(x) + torch.randn(x.shape, dtype=x.dtype, generator=self.noise)
 
 
+class InTurn(Base):
+    """Draws two times for each sample in a loop: an order of its sequence, and noise for its entries that are not zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        for one in x:
+            order = torch.multinomial(torch.ones(LENGTH), LENGTH)
+            noise = torch.rand(int((one != 0).sum()), dtype=x.dtype)
+            found.append(self.layer(one[order]) * (1 + noise.mean()))
+        return torch.stack(found)
+
+
+class ForSome(Base):
+    """Draws for each sample whose first entry is not zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = [torch.rand(WIDTH, dtype=x.dtype) if float(one[0, 0]) else one.new_zeros(WIDTH) for one in x]
+        return self.layer(x) + torch.stack(noise).unsqueeze(1)
+
+
 class Flattened(Base):
     """Gives flattened sequences beside one row for each sample."""
 
@@ -123,11 +144,13 @@ def _dropped(outputs: Tensor, _: Any) -> Tensor:
     return F.dropout(flat, 0.5).view(LENGTH, len(outputs), WIDTH).square().sum((0, 2)).mean()
 
 
-def _train(kind: type[nn.Module], line: str, loss: Any = _mean) -> tuple[list[float], tuple[str, ...]]:
+def _train(
+    kind: type[nn.Module], line: str, loss: Any = _mean, *, batches: Sequence[Tensor] | None = None
+) -> tuple[list[float], tuple[str, ...]]:
     batch = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     model = mw.apply_plan(functools.partial(_build, kind), line, loss_fn=loss, optimizer=sgd, seed=3)
-    losses = [model.step((batch, None)).loss for _ in range(2)]
+    losses = [model.step((inputs, None)).loss for inputs in batches or [batch, batch]]
     model.close()
     return losses, model.plan.reasons
 
@@ -144,6 +167,26 @@ def _train(kind: type[nn.Module], line: str, loss: Any = _mean) -> tuple[list[fl
 )
 def test_what_may_depend_on_the_layout_is_told(kind: type[nn.Module], words: str) -> None:
     assert any(words in reason for reason in _train(kind, "micro_batches=3")[1])
+
+
+@pytest.mark.parametrize("line", ["micro_batches=3", "micro_batches=2,recompute=full"])
+def test_draws_of_a_loop_over_samples_are_known_by_the_sample(line: str) -> None:
+    """An order of patches for each sample (ViLT): its second micro-batch had drawn what the first one's samples had."""
+    batches = [torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)]
+    batches[0][1, 2:] = batches[0][5, 4:] = 0  # the shape of a sample's draw is its own
+    expected, _ = _train(InTurn, "single", batches=batches * 2)
+    losses, reasons = _train(InTurn, line, batches=batches * 2)
+    assert losses == pytest.approx(expected, rel=FLOAT64)
+    assert not [reason for reason in reasons if "rng" in reason]
+
+
+def test_a_loop_that_leaves_samples_out_later_is_told() -> None:
+    first = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    later = first.clone()
+    later[2, 0, 0] = 0
+    assert not [reason for reason in _train(ForSome, "micro_batches=3", batches=[first, first])[1] if "rng" in reason]
+    reasons = _train(ForSome, "micro_batches=3", batches=[first, later])[1]
+    assert any("has not drawn 1 times for each sample" in reason for reason in reasons)
 
 
 def test_a_model_that_draws_from_its_own_generator_is_refused_by_the_generators_place() -> None:

@@ -5,6 +5,7 @@ native           the same bits from C++, built once where there is a compiler
 gpu              the same bits from a CUDA kernel
 distributions    uniform, Bernoulli, normal, exponential numbers, integers
 sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
+sample_loops     draws of a loop over samples, each known by its sample
 names            names of modules, by which calls are known
 sites            calls that draw, the step and forward that they belong to
 alike            draws that are the same in several runs of one piece of code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -50,3 +51,9 @@ class Names:
     def find(self) -> str:
         """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
         return next(self.running(), LOSS)
+
+
+@functools.lru_cache(maxsize=4096)
+def series_of(name: str) -> str:
+    """Return a name without its numbers, which layers of one kind share."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from meshwright.apply.randomness.names import series_of
 from meshwright.apply.randomness.philox import Level, merge_levels
 
 __all__: list[str] = []
+
+Call = tuple[str, int]
+"""The module's FQN, and the number of the draw in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class SiteDims:
     num_dims: int = 0
     is_merged: bool = False
     """Whether the dim held more than one entry of each sample when it was found."""
+    loop: int = 0
+    """Draws for each sample of a loop over samples, of which this is one [count]; 0: it is in none."""
     cut: DrawnPart | None = None
     on_stream: bool = False
     """Whether a layer on slices of the stream draws for its slice, which the running chain knows."""
@@ -174,3 +180,30 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
 def _own(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:
     """Return a dim's entries of one sample."""
     return shape[dim] // num_samples if dims.dim == dim else shape[dim]
+
+
+def dims_of_others(
+    call: Call, shape: tuple[int, ...], num_samples: int, known: Mapping[Call, SiteDims]
+) -> SiteDims | None:
+    """Return the dims of a call that no trial has made: those of its module's other draws, or of the model's; None: not known.
+
+    Args:
+        call: The call.
+        shape: What it draws.
+        num_samples: Samples of its forward [count].
+        known: The dims of other calls.
+    """
+    name, number = call
+    alike = {place: dims for place, dims in known.items() if dims.num_dims == len(shape) and not dims.loop}
+    series = series_of(name)
+    for chosen in (
+        {dims for (other, _), dims in alike.items() if other == name},
+        {dims for (other, n), dims in alike.items() if n == number and series_of(other) == series},
+    ):
+        if chosen:
+            return chosen.pop() if len(chosen) == 1 else None
+    found = set(alike.values())
+    dims = found.pop() if len(found) == 1 else None
+    if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
+        return None
+    return None if dims.cut is not None or dims.on_stream or dims.is_apart or dims.is_merged else dims

@@ -25,13 +25,11 @@ from meshwright._torch_dispatch import draws_intercepted, draws_untouched, inter
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.names import LOSS, Names
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
-from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate
+from meshwright.apply.randomness.sample_loops import in_turn, loops_of
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-Call = tuple[str, int]
-"""The module's FQN, and the number of the draw in it."""
 
 
 @dataclasses.dataclass
@@ -116,6 +114,11 @@ class StepDraws:
         self._known: dict[int, tuple[Call, ForwardDraws]] = {}
         self._twice: set[int] = set()
 
+    @functools.cached_property
+    def loops(self) -> dict[str, int]:
+        """Draws for each sample, by the names of modules that draw in a loop over samples [count]."""
+        return loops_of(self.dims)
+
     def again(self) -> StepDraws:
         """Return draws of the same numbers, which a look at the step may repeat: it leaves no marks, and tells nothing."""
         return StepDraws(self.text, self.names, self.dims, inside=self.inside, share=self.share, part=self.part)
@@ -154,17 +157,22 @@ class StepDraws:
 
     def place_of(self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], kind: str) -> ElementPlace:
         """Return the places of a call's elements, in a tensor of this shape."""
-        name, number = call
+        drawn, sample = in_turn(call, self.dims, forward.num_samples)
+        name, number = drawn
         text = f"{self.text}/{name}/{number}"
-        dims, found = self._dims_of(call, shape, forward.num_samples, kind), None
+        dims, found = self._dims_of(drawn, shape, forward.num_samples, kind), None
+        if dims is not None and sample is not None and not dims.loop:
+            dims = None  # another kind of draw than the first batch made in this turn
         if dims is not None and not dims.is_apart:
             found = _located(shape, dims, forward.num_samples, _running.slicing)
         if dims is None or found is None:
             what = "sample dim" if dims is None or not dims.is_apart else "place in the full tensor"
             self.on_unknown(f"draw {number} of {called(name)} ({kind}) has no known {what}: each rank draws for itself")
-            part = self.part if dims is not None and dims.is_apart else ""
+            part = (self.part if dims is not None and dims.is_apart else "") + ("" if sample is None else f"/{sample}")
             loops = merge_levels([Level(math.prod(shape), 0, 1)])
             return ElementPlace(key_of(f"{text}/{self.share}/{forward.first}/{part}"), loops, NO_SAMPLE)
+        if dims.loop and sample is not None:
+            return ElementPlace(key_of(text), found.levels, forward.first + sample, found.first_index)
         first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
         return ElementPlace(key_of(text), found.levels, first, found.first_index)
 
@@ -175,35 +183,13 @@ class StepDraws:
             return known
         if not shape:
             return SiteDims(None)  # one number, of all samples
-        dims = self._dims_of_others(call, shape, num_samples)
+        dims = dims_of_others(call, shape, num_samples, self.dims)
         if dims is not None:
             self.on_unknown(
                 f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "
                 "taken to be that of the model's other draws"
             )
         return dims
-
-    def _dims_of_others(self, call: Call, shape: tuple[int, ...], num_samples: int) -> SiteDims | None:
-        name, number = call
-        alike = {place: dims for place, dims in self.dims.items() if dims.num_dims == len(shape)}
-        series = _series_of(name)
-        for chosen in (
-            {dims for (other, _), dims in alike.items() if other == name},
-            {dims for (other, n), dims in alike.items() if n == number and _series_of(other) == series},
-        ):
-            if chosen:
-                return chosen.pop() if len(chosen) == 1 else None
-        found = set(alike.values())
-        dims = found.pop() if len(found) == 1 else None
-        if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
-            return None
-        return None if dims.cut is not None or dims.on_stream or dims.is_apart or dims.is_merged else dims
-
-
-@functools.lru_cache(maxsize=4096)
-def _series_of(name: str) -> str:
-    """Return a name without its numbers, which layers of one kind share."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 _located = functools.lru_cache(maxsize=4096)(locate)
@@ -281,8 +267,21 @@ class _InForward:
     def __enter__(self) -> None:
         self._before, _running.forward = _running.forward, self._forward
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            _check_loops(self._forward)
         _running.forward = self._before
+
+
+def _check_loops(forward: ForwardDraws) -> None:
+    """Tell of modules that have not drawn for each sample in turn, as they did in the first batch."""
+    step = _running.step
+    if step is None:
+        return
+    for name, each in step.loops.items():
+        if forward.counts[name] not in (0, each * forward.num_samples):
+            text = f"{called(name)} has not drawn {each} times for each sample, as with the first batch: "
+            step.on_unknown(text + "its numbers may depend on the layout")
 
 
 @contextlib.contextmanager
@@ -314,6 +313,7 @@ def begin_again() -> None:
     """Number the draws of this forward from the start: another stage of this rank runs it now."""
     forward = _running.forward
     if forward is not None:
+        _check_loops(forward)
         forward.counts.clear()
         forward.module_calls.clear()
 

@@ -7,6 +7,7 @@ operations  torch functions classified by their use of a parameter
 pairs       pairs of products that might be cut
 candidates  ways to cut a pair, in the order of trial
 tried       regions that were tried, and why each failed
+other_sizes ways that failed in a scope of the same code and other sizes
 fewer_rows  calls with fewer rows, on which most wrong regions fail
 narrowing   torch's own layers with fewer rows, for proofs of a vocabulary
 passed_on   results that a scope passes on to scopes that are the same

@@ -23,6 +23,7 @@ from meshwright.apply.tensor.proof.shards_against_whole import Difference, Dispr
 from meshwright.apply.tensor.search.deadline import Deadline
 from meshwright.apply.tensor.search.fewer_rows import with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
+from meshwright.apply.tensor.search.other_sizes import ALWAYS_TRIED, OtherSizes
 from meshwright.apply.tensor.search.passed_on import PassedOn
 from meshwright.apply.tensor.search.trace import Call, Trace
 from meshwright.apply.tensor.tensor_layout import Region, is_inside
@@ -34,6 +35,12 @@ MAX_TRIALS = 120
 
 MAX_TRIALS_AGAIN = 12
 """The same where all failed for a scope that differs in nothing but where it stands [count]."""
+
+MAX_TRIALS_AROUND = 30
+"""The same for a scope with many layers that the pair is no part of: each proof runs all of them [count]."""
+
+MANY_BESIDE = 12
+"""More layers than these are many [count]."""
 
 MAX_ALL_TRIALS = 4000
 """Proofs of all regions; what is not proven by then stays whole, on a slow machine as on a quick one [count]."""
@@ -128,6 +135,7 @@ class Proving:
             self._called.setdefault(id(self._model.get_submodule(name)), []).append(name)
         self._tensors = {name for names in trace.names.values() for name in names}
         self._tensors |= {name for name, _ in self._model.named_buffers()}
+        self._other_sizes = OtherSizes(trace, num_tp_ranks)
         self.passed_on = PassedOn(trace)
         """What was proven, for scopes that are the same."""
 
@@ -151,7 +159,8 @@ class Proving:
         proven, error = self._proven_as_another(scope, shape, accept), ""
         if proven is None:
             try:
-                proven, error = self._first_proven(scope, tries, accept, MAX_TRIALS_AGAIN if failed else MAX_TRIALS)
+                most = MAX_TRIALS_AGAIN if failed else MAX_TRIALS_AROUND if self._is_around(scope, keys) else MAX_TRIALS
+                proven, error = self._first_proven(scope, tries, accept, most)
             except SurroundedError as surrounded:
                 return None, surrounded.message  # which says nothing about others of this structure
             if proven is not None:
@@ -159,6 +168,11 @@ class Proving:
             else:
                 failed[places] = error
         return proven, error
+
+    def _is_around(self, scope: str, keys: set[int]) -> bool:
+        """Tell whether many other layers lie in a scope beside a pair."""
+        owners = (self._trace.owner(calls[0]) for key, calls in self._trace.products.items() if key not in keys)
+        return sum(is_inside(name, scope) for name in owners) > MANY_BESIDE
 
     def _proven_as_another(self, scope: str, shape: str, accept: Region | None) -> Region | None:
         """Return the cut of another scope of this structure, if it is right here too."""
@@ -184,7 +198,8 @@ class Proving:
         difference: Difference | None = None
         surrounded: SurroundedError | None = None
         source = iter(tries)
-        for _ in range(most):
+        failed: list[tuple[Region, Difference]] = []
+        for number in range(most):
             if self._num_trials >= MAX_ALL_TRIALS:
                 return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
             try:
@@ -194,13 +209,19 @@ class Proving:
                 break
             except Exception as error:  # noqa: BLE001 - a proposal that cannot be made is none
                 return None, first or f"no way to cut it was found: {type(error).__name__}: {error}"
+            known = self._other_sizes.why_failed(scope, region) if number >= ALWAYS_TRIED else None
+            if known is not None:
+                difference = known
+                continue
             try:
                 return self._prove_apart(scope, region, accept), ""
             except SurroundedError as error:
                 difference, surrounded = error.difference, surrounded or error
             except DisprovedError as disproved:
                 difference = disproved.difference
+                failed.append((region, difference))
             first = first or difference.text
+        self._other_sizes.keep(scope, failed)
         if surrounded is not None:
             raise surrounded
         return None, first or "it offers nothing that could be cut"
