@@ -245,7 +245,7 @@ def describe(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="package.module:callable, a Hugging Face config.json, or a known model.",
+            help="package.module:callable, a configuration, a Hugging Face config.json, or a known model.",
             show_default=False,
         ),
     ],

@@ -38,6 +38,7 @@ def draw_conclusion(rows: Sequence[ComparisonRow], baseline: str, cores: int, ma
     fastest = min(done, key=lambda row: row.step_s or 0.0)
     others = [row for row in rows if row is not fastest and row.step_s is not None]
     sentences = [_verdict(fastest, others, rows, baseline, cores)]
+    sentences.append(_fewer_threads(fastest, others, cores))
     if fastest.trial.num_devices > 1:
         sentences.append(_limit(fastest))
     sentences += [_one_at_a_time(row) for row in done if row.trial.mode == "model_parallel"]
@@ -72,6 +73,17 @@ def _verdict(
             f"{fastest.speedup_same_cores:.2f}x{_noise(fastest, whole)}."
         )
     return f"{name} is the fastest with {step}, {fastest.speedup_same_cores:.2f}x single on {where}{_noise(fastest, whole)}."
+
+
+def _fewer_threads(fastest: ComparisonRow, others: Sequence[ComparisonRow], cores: int) -> str:
+    """Return that the baseline with fewer threads than cores is faster than every plan: small operators wait for threads."""
+    rivals = [row for row in others if row.trial.is_baseline and row.trial.is_on_cpu and row.trial.threads < cores]
+    rival = min(rivals, key=lambda row: row.step_s or 0.0, default=None)
+    if rival is None or (rival.step_s or 0.0) >= (fastest.step_s or 0.0):
+        return ""
+    ratio = (fastest.step_s or 0.0) / (rival.step_s or 1.0)
+    step = format_seconds(rival.step_s or 0.0)
+    return f"But '{rival.trial.name}' takes {step}: every plan takes {ratio:.2f}x as long or longer{_noise(fastest, rival)}."
 
 
 def _noise(first: ComparisonRow, second: ComparisonRow) -> str:

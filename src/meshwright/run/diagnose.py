@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class FirstNonFinite:
     micro_batch: int
     loss: float
     parameter: str | None
+    place: str | None = None
+    """A tensor of the micro-batch that is not finite, where there is one, and its first such sample."""
 
 
 def _find(
@@ -98,11 +100,22 @@ def _find(
                 (name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not _finite(g)), None
             )
             if bad is not None or not math.isfinite(loss.item()):
-                return FirstNonFinite(index, loss.item(), bad)
+                return FirstNonFinite(index, loss.item(), bad, _place_in(batch))
         return None
     finally:
         now.restore(device)
         buffers.restore()
+
+
+def _place_in(tree: Any, name: str = "batch") -> str | None:
+    """Return the first tensor of a batch that is not finite, and its first such row along dim 0; None: all are finite."""
+    if isinstance(tree, torch.Tensor):
+        if not (tree.is_floating_point() or tree.is_complex()) or tree.layout != torch.strided or _finite(tree):
+            return None
+        rows = torch.isfinite(tree).reshape(len(tree), -1).all(1) if tree.dim() else None
+        return name if rows is None else f"{name}, sample {int((~rows).nonzero()[0])}"
+    pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    return next((found for key, entry in pairs if (found := _place_in(entry, f"{name}[{key!r}]")) is not None), None)
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -123,27 +136,29 @@ def _explain(
 
     `guess` names a possible cause for the case that nothing is found.
     """
-    mine = None if finding is None else [finding.micro_batch, repr(finding.loss), finding.parameter]
+    mine = None if finding is None else [finding.micro_batch, repr(finding.loss), finding.parameter, finding.place]
     found = [
         (rank, *entry) for rank, entry in enumerate(group.all_gather_json(mine, device=device)) if entry is not None
     ]
-    fix = "look at that micro-batch and lower the learning rate, or pass non_finite='skip' to leave such steps out"
+    leave_out = "pass non_finite='skip' (in a configuration train.non_finite=\"skip\") to leave such steps out"
+    fix = f"look at that micro-batch and lower the learning rate, or {leave_out}"
     if not found:
         return NonFiniteError(
             f"the gradient norm is {norm} and the loss {loss}, and running the micro-batches again did not show where "
             f"it came from ({guess})",
             fix=fix,
         )
-    rank, micro_batch, rank_loss, parameter = found[0]
+    rank, micro_batch, rank_loss, parameter, place = found[0]
     where = f"the gradient of parameter '{parameter}'" if parameter else "the loss"
     others = f", and {len(found) - 1} more ranks" if len(found) > 1 else ""
+    data = f"; the data are not finite themselves: {place} of that micro-batch" if place else ""
     return NonFiniteError(
-        f"{where} is not finite: rank {group.ranks[rank]}, micro-batch {micro_batch} (loss {rank_loss}){others}; the "
+        f"{where} is not finite: rank {group.ranks[rank]}, micro-batch {micro_batch} (loss {rank_loss}){others}{data}; the "
         "parameters are those of before the step",
         rank=group.ranks[rank],
         micro_batch=micro_batch,
         parameter=parameter,
-        fix=fix,
+        fix=f"leave such samples out of the data, or {leave_out}" if place else fix,
     )
 
 

@@ -17,6 +17,7 @@ from meshwright.errors import (
     LostPeerError,
     MeshwrightError,
     MissingDependencyError,
+    NonFiniteError,
     PlanError,
     RankNote,
     UserCodeError,
@@ -85,7 +86,7 @@ def _without_message(trace: str, error: BaseException) -> str:
 
     What was asked for and cannot be done is an answer: where in this library it is found concerns nobody.
     """
-    is_answer = isinstance(error, (ConfigError, CheckpointError, MissingDependencyError))
+    is_answer = isinstance(error, (ConfigError, CheckpointError, MissingDependencyError, NonFiniteError))
     # Of these a fix says that it was foreseen.
     is_answer |= isinstance(error, (ApplyError, PlanError)) and error.fix is not None
     own = f'  File "{Path(__file__).parents[1]}{os.sep}'

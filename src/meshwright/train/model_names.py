@@ -39,7 +39,7 @@ def find_model(
 
     Args:
         text: A name of the catalogue; or "package.module:callable", looked up in the present directory too; or a config.json of
-            transformers, or its folder; or what `describe --json` wrote.
+            transformers, or its folder; or what `describe --json` wrote; or a configuration, "NAME.toml".
         batch_size: Samples of the example batch [samples]; the description is for one sample whatever it is.
         sequence: Tokens of a sample; None means the batch's own, for a config.json 1024 or what the model allows [tokens].
         batch: "package.module:callable" that returns an example batch; it may take batch_size and sequence.
@@ -52,6 +52,8 @@ def find_model(
     path = Path(text)
     if is_directory(path) or path.suffix == ".json":
         return _describe_file(path, batch_size, sequence, batch, autocast)
+    if path.suffix == ".toml":
+        return _describe_config(path, batch_size, sequence, batch, autocast)
     if ":" in text:
         return _describe_callable(text, batch_size, sequence, batch, autocast)
     if batch is not None:
@@ -60,6 +62,21 @@ def find_model(
         )
     _refuse_autocast(text, autocast)
     return read_model(text, sequence=sequence)
+
+
+def _describe_config(
+    path: Path, batch_size: int | None, sequence: int | None, batch: str | None, autocast: Autocast
+) -> ModelSpec:
+    from meshwright.train.config.load import load_config
+    from meshwright.train.planning.config_model import describe_config
+
+    given = {"--batch-size": batch_size, "--sequence": sequence, "--batch": batch}
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value} for '{path}' (rule: the configuration names its data)", fix=f"leave {option} out"
+            )
+    return describe_config(load_config(path), autocast).model
 
 
 def _refuse_autocast(text: str, autocast: Autocast) -> None:

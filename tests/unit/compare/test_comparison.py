@@ -250,6 +250,17 @@ def test_a_row_says_what_it_ran_on(changes, text):
 # -- the conclusion ---------------------------------------------------------------------------------------------------
 
 
+def test_one_thread_that_is_faster_than_every_plan_is_told():
+    whole, one = (
+        trial(seconds=(3.0, 3.0, 3.0), is_baseline=True),
+        trial("single, 1 thread", (0.4, 0.4, 0.4), plan="single", threads=1, is_baseline=True),
+    )
+    text = compared(whole, distributed(), one).conclusion
+    assert "'distributed' is the fastest with 800 ms" in text
+    assert "But 'single, 1 thread' takes 400 ms: every plan takes 2.00x as long or longer, beyond the noise" in text
+    assert "But 'single" not in compared(trial(is_baseline=True), distributed(), share()).conclusion
+
+
 def test_a_clear_winner():
     text = compared(trial(), distributed(wait_seconds=[[0.02, 0.02]] * 3), share()).conclusion
     assert "'distributed' is the fastest with 800 ms a step, 1.25x single on the same 2 cores, beyond the noise" in text
