@@ -62,7 +62,7 @@ _PRECISIONS: Final = (
 )
 """Precision -> words for it; the first that is found."""
 
-_NO_TRAINING: Final = ("infer", "serv", "generat", "prefill", "decod", "eval")
+_NO_TRAINING: Final = ("infer", "serv", "generate", "generation", "prefill", "decod", "eval")
 
 _NUMBER: Final = re.compile(r"\s*([-+]?[0-9][0-9,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/%]*)\s*")
 

@@ -53,6 +53,12 @@ def require_equal_on_ranks(
         return number
     rows = describe_tensors(module)
     digests = group.all_gather_json([_digest(plan_json), _digest(json.dumps(rows)), number], device=device)
+    strangers = [rank for rank, found in enumerate(digests) if not (isinstance(found, list) and len(found) == 3)]
+    if strangers:
+        raise ApplyError(
+            f"ranks are in different calls: rank {group.ranks[strangers[0]]} does not apply a plan while others do",
+            fix="have every rank run the same calls in the same order: no branch on the rank around apply_plan, a step or a save",
+        )
     if len({plan for plan, _, _ in digests}) > 1:
         plans = group.all_gather_json(plan_json, device=device)
         other = next(rank for rank, plan in enumerate(plans) if plan != plans[0])
