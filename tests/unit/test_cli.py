@@ -367,8 +367,8 @@ def test_a_failure_ends_with_a_line_for_machines(run, in_tmp, error, code, last)
     assert got == code
     lines = shown.err.splitlines()
     assert lines[-1] == last
-    if "rank=1" in last:
-        assert lines[0] == "Traceback of rank 1"
+    if "rank=1" in last:  # where this library found NaN concerns nobody
+        assert (lines[0] == "Traceback of rank 1") is not isinstance(error, NonFiniteError)
     if isinstance(error, KeyboardInterrupt):
         assert lines == [last]
     assert read_events(in_tmp / "runs" / "my run")[-1]["exit_code"] == code

@@ -81,12 +81,7 @@ def settle_loss(
     decision = _decide(seen, is_given=rule.is_given)
     if decision.error is not None and is_cut and rule.refuses:
         raise decision.error
-    reasons = decision.reasons
-    if decision.error is not None:
-        reasons = (
-            *reasons,
-            str(decision.error) if is_cut else decision.error.message,
-        )  # with its fix where it would be refused
+    reasons = (*decision.reasons, *([str(decision.error)] if decision.error is not None else []))  # with its fix
     if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
         reasons = (*reasons, _BRANCHES)
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
