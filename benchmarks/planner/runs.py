@@ -4,10 +4,11 @@
 
 `--models gpt_python` measures one model anew, and leaves what `--out` has of the others: each takes some two minutes. `--plans
 "tp=2; dp=2"` does the same for plans.
-With `--machine FOLDER` what is measured of the machine is kept there, so that all models are predicted by the same numbers.
+The machine is measured anew before each model, since its speed drifts within minutes, and what an earlier day kept is not used. With
+`--machine FOLDER` it is measured once and kept there, so that all models are predicted by the same numbers; `--keep` uses what is kept.
 
-"auto" is the plan that `train` would choose on two devices; the others are every kind. Machines are measured anew first, so that
-what an earlier day kept is not used; `--keep` uses it. Plans that cannot be applied to a model are listed with their refusal.
+"auto" is the plan that `train` would choose on two devices; the others are every kind. Plans that cannot be applied to a model are
+listed with their refusal.
 """
 
 from __future__ import annotations
@@ -154,9 +155,11 @@ def main() -> None:
     rows, chosen = _of_others(options.out, options.models, plans if options.plans else None)
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        if not options.keep:
-            _use_anew(options.machine or Path(folder))
+        if options.machine and not options.keep:
+            _use_anew(options.machine)
         for name in options.models:
+            if not (options.machine or options.keep):
+                _use_anew(Path(folder) / name)
             found = run_plans(name, options.steps, plans)
             rows += found
             for row in found:
