@@ -4,11 +4,12 @@
 
 `--models gpt_python` measures one model anew, and leaves what `--out` has of the others: each takes some two minutes. `--plans
 "tp=2; dp=2"` does the same for plans.
-The machine is measured anew before each model, since its speed drifts within minutes, and what an earlier day kept is not used. With
-`--machine FOLDER` it is measured once and kept there, so that all models are predicted by the same numbers; `--keep` uses what is kept.
+The machine is measured anew before each model, since its speed drifts within minutes, and what an earlier day kept is not used.
+With `--machine FOLDER` it is measured once and kept there, so that all models are predicted by the same numbers; `--keep` uses
+what is kept.
 
-"auto" is the plan that `train` would choose on two devices; the others are every kind. Plans that cannot be applied to a model are
-listed with their refusal.
+"auto" is the plan that `train` would choose on two devices; the others are every kind. Plans that cannot be applied to a model
+are listed with their refusal.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from meshwright.train.config.load import load_config
 
 EXAMPLES: Final = Path(__file__).resolve().parents[2] / "examples"
 MODELS: Final = ("gpt_python", "resnet_digits", "lstm_python", "gpt_hf")
-_ROUNDS: Final = 5
+_ROUNDS: Final = 11
+"""Of a duel: on a shared machine medians of five differ by 15 % from one time to the next [count]."""
 PLANS: Final[tuple[str, ...]] = (
     "auto",
     "single",
@@ -119,10 +121,17 @@ def duels(rows: list[dict[str, Any]]) -> dict[str, Any]:
         chosen = next(row["line"] for row in of_model if row["plan"] == "auto")
         others = sorted((row for row in of_model if row["line"] != chosen), key=lambda row: row["measured"]["step_s"])
         rivals = list(dict.fromkeys(row["line"] for row in others))[:2]
-        lines = [chosen, *rivals] * _ROUNDS
-        trials = run_trials(load_config(EXAMPLES / f"{name}.toml"), [mw.Plan.parse(line) for line in lines], 15, None)
-        times = [statistics.median(trial.step_seconds) for trial in trials]
-        rounds = [times[first : first + 3] for first in range(0, len(times), 3)]
+        config, rounds = load_config(EXAMPLES / f"{name}.toml"), []
+        contenders = [chosen, *rivals]
+        # Each stands first, second and last as often: what is run first finds the machine as the last one left it.
+        orders = [[(place + turn) % len(contenders) for place in range(len(contenders))] for turn in range(_ROUNDS)]
+        lines = [contenders[place] for order in orders for place in order]
+        times = [
+            statistics.median(t.step_seconds) for t in run_trials(config, list(map(mw.Plan.parse, lines)), 15, None)
+        ]
+        for first, order in zip(range(0, len(times), len(contenders)), orders, strict=True):
+            by_place = dict(zip(order, times[first : first + len(contenders)], strict=True))
+            rounds.append([by_place[place] for place in range(len(contenders))])
         behind = {
             rival: statistics.median(one[0] / one[place] for one in rounds) - 1 for place, rival in enumerate(rivals, 1)
         }

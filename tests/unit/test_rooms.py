@@ -14,7 +14,7 @@ import meshwright
 
 ROOT = Path(meshwright.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__main__.py")
-ROLES = {"engine", "expected_bytes"}
+ROLES = {"engine", "expected_bytes", "rehearsal"}
 """Names that files of sibling folders may share: the same role for another strategy."""
 SAME_CLASS_NAMES: set[str] = set()
 

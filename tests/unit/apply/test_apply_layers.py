@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from meshwright.apply.one_process.model_parallel import LayersEngine
+from meshwright.apply.one_process.rehearsal import foresee_moves
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.ledger import Ledger
 from meshwright.describe.layers import describe_chain, find_layers
+from meshwright.spec import Plan
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -113,3 +116,14 @@ def test_describing_leaves_no_trace_in_a_model_that_a_patched_forward_closes_ove
     assert int(norm.num_batches_tracked) == 0
     assert not hasattr(norm, "last")
     assert not seen
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_rehearsal_foresees_what_a_forward_and_backward_move(num_stages: int) -> None:
+    batch = (torch.randint(0, 11, (2, 5)), torch.zeros(2))
+    line = f"mode=model_parallel,pp={num_stages},micro_batches=3"
+    foreseen = foresee_moves(_TiedByHand, Plan.parse(line), batch)
+    engine = _engine(_TiedByHand(), *[CPU] * num_stages)
+    engine.module(batch[0]).sum().backward()
+    assert foreseen == 3 * engine.group.ledger.sent_bytes
+    engine.close()

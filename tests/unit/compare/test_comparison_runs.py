@@ -78,10 +78,28 @@ def test_a_tied_head_goes_back_to_the_embedding():
     settings = {"hidden_size": 32, "num_layers": 4, "num_heads": 2, "max_length": 16}
     sent, tied = sent_and_formula(lambda: build_gpt(tie_embeddings=True, **settings), "model_parallel", batch)
     _, free = sent_and_formula(lambda: build_gpt(tie_embeddings=False, **settings), "model_parallel", batch)
-    hidden = 2 * 16 * 32 * 4
-    assert (tied, free) == (2 * 2 * hidden, 2 * hidden)
-    # The rotary tables that the blocks are handed cross as well, one way.
-    assert sent == tied + 2 * (16 * 8 * 4)
+    hidden, tables = 2 * 16 * 32 * 4, 2 * (16 * 8 * 4)
+    # The rotary tables that the blocks are handed cross as well, one way, once for each micro-batch.
+    assert (tied, free) == (2 * 2 * hidden + tables, 2 * hidden + tables)
+    assert sent == tied
+    twice = sent_and_formula(
+        lambda: build_gpt(tie_embeddings=True, **settings), "model_parallel,micro_batches=2", batch
+    )
+    assert twice == (sent + tables, sent + tables)
+
+
+def test_a_count_of_what_crosses_leaves_no_hooks_behind():
+    module = chain()
+    with apply_plan(
+        module, Plan.parse("model_parallel", num_devices=2), loss_fn=lambda outputs, _: outputs.sum()
+    ) as model:
+        forecast = model.engine.forecast()
+        learn_step(forecast, model, (torch.randn(6, 4), torch.zeros(6)), 6, is_cross_entropy=False)
+        hooks = len(module._forward_hooks)
+        assert forecast.sent_bytes() == 2 * 6 * 16 * 4
+        assert len(module._forward_hooks) == hooks
+    forecast.sent_bytes()
+    assert not any(len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in module.modules())
 
 
 def test_replicas_on_the_cpu_move_nothing():

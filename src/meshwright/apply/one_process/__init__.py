@@ -4,6 +4,8 @@ These need no launcher. They are for notebooks, and for models that do not fit o
 
 data_parallel   a thread and a replica of the module for each device
 model_parallel  layers spread over devices
+layer_moves     moves of tensors between layers on several devices, and the count of their bytes
+rehearsal       bytes that a configuration's model will move, before its run
 description     costs of a model's layers, found without a trace in the model
 expected_bytes  bytes that a step should move
 

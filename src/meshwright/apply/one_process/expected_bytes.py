@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,7 @@ from torch import nn
 
 from meshwright.apply.data.expected_bytes import dense_gradients
 from meshwright.apply.forecast import Forecast, SeenStep
-from meshwright.apply.one_process.description import describe_undisturbed
-from meshwright.describe.batches import model_inputs
-from meshwright.traffic import cut_activation_bytes, replica_copy_bytes
+from meshwright.traffic import replica_copy_bytes
 
 __all__: list[str] = []
 
@@ -37,16 +35,14 @@ class ReplicasForecast(Forecast):
 
 
 class LayersForecast(Forecast):
-    """Layers over devices: activations where the model is cut, and their gradients.
+    """Layers over devices: what passes from a layer to one on another device, and the gradients of it.
 
     Args:
-        module: The user's module.
-        stage_of: Gives layer -> stage, which first inputs may change.
+        count_moved_bytes: Gives what a forward and a backward of a batch move, where the layers are by then.
     """
 
-    def __init__(self, module: nn.Module, stage_of: Callable[[], Mapping[str, int]]) -> None:
-        self._module = module
-        self._stage_of = stage_of
+    def __init__(self, count_moved_bytes: Callable[[Any], int]) -> None:
+        self._count = count_moved_bytes
         self._step: SeenStep | None = None
 
     def learn(self, step: SeenStep) -> None:
@@ -56,20 +52,8 @@ class LayersForecast(Forecast):
         if self._step is None:
             return None
         step = self._step
-        per_batch = _cut_bytes(self._module, self._stage_of(), step.batch)
-        return None if per_batch is None else per_batch * step.num_samples / step.splitter.count(step.batch)
-
-
-def _cut_bytes(module: nn.Module, stage_of: Mapping[str, int], batch: Any) -> float | None:
-    args, kwargs = model_inputs(batch)
-    try:
-        chain = describe_undisturbed(module, args, kwargs)
-    except Exception:  # noqa: BLE001 - any model may need real values, which the meta device has not
-        return None
-    names = [layer.name for layer in chain.layers]
-    returns: list[int | None] = [None] * len(names)
-    for before, fqn in chain.outside_uses:
-        owner = next((name for name in names if fqn.startswith(f"{name}.")), None)
-        returns[names.index(before)] = stage_of[owner] if owner is not None else 0
-    outputs = [layer.output_bytes for layer in chain.layers]  # of the whole batch: b = 1 batch
-    return cut_activation_bytes(outputs, [stage_of[name] for name in names], 1, returns)
+        try:
+            moved = sum(map(self._count, step.splitter.cut(step.batch, step.plan.micro_batches)))
+        except Exception:  # noqa: BLE001 - any model may need real values, which a fake tensor has not
+            return None
+        return moved * step.num_samples / step.splitter.count(step.batch)

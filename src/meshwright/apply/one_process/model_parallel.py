@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.forecast import Forecast
-from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.one_process.description import describe_undisturbed
 from meshwright.apply.one_process.expected_bytes import LayersForecast
+from meshwright.apply.one_process.layer_moves import LayerMoves, count_moved_bytes
+from meshwright.apply.state.undisturbed import undisturbed
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.layers import ChainDescription, find_layers
 from meshwright.errors import ApplyError
 from meshwright.schedule.balance import balance_layers
-from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
@@ -56,24 +55,18 @@ class LayersEngine(Engine):
         self.layers = dict(find_layers(module))
         self._given = stages or {}
         _refuse_unknown(self._given, self.layers, len(self.devices))
-        self.stage_of: dict[str, int] = {}
-        self._return_after: dict[str, int] = {}  # layer -> stage that its outputs go to, for code that stands outside
         self._is_described = False
-        self._stage_now = 0
-        self._home: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> stage that it was made on
-        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> {stage: its copy there}
+        self._moves = LayerMoves(module, self.layers, self.devices, self._record, self.look_at)
         self._place(list(self.layers), [self._parameter_share(layer) for layer in self.layers.values()])
-        self._hooks: list[Any] = []
-        self._attach()
+        self._moves.attach()
 
-    def _attach(self) -> None:
-        self._hooks = [
-            self.module.register_forward_pre_hook(OwnHook(self._enter_model), with_kwargs=True, prepend=True),
-            self.module.register_forward_hook(OwnHook(self._leave_model), always_call=True),
-        ]
-        for name, layer in self.layers.items():
-            if layer is not self.module:
-                self._hooks += self._hook_layer(name, layer)
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """Layer name -> stage."""
+        return self._moves.stage_of
+
+    def _record(self, size: int) -> None:
+        self.group.ledger.record("to", "pp", size, 2)
 
     def _parameter_share(self, layer: nn.Module) -> float:
         total = sum(parameter.nbytes for parameter in self.parameters)
@@ -87,7 +80,7 @@ class LayersEngine(Engine):
             merged[owners[name]] += cost
         balanced = dict(zip(order, balance_layers(list(merged.values()), len(self.devices)), strict=True))
         chosen = {name: self._given.get(name, stage) for name, stage in balanced.items()}
-        self.stage_of = {name: chosen[owners[name]] for name in order}
+        self._moves.stage_of = {name: chosen[owners[name]] for name in order}
         for name, stage in self.stage_of.items():
             self.layers[name].to(self.devices[stage])
         # Tensors of no layer (a parameter of the model itself) live on the device of the inputs.
@@ -108,7 +101,16 @@ class LayersEngine(Engine):
         return owners
 
     def forecast(self) -> Forecast:
-        return LayersForecast(self.module, lambda: self.stage_of)
+        return LayersForecast(self.count_moved_bytes)
+
+    def count_moved_bytes(self, batch: Any) -> int:
+        """Return what a forward and a backward of a batch move between devices [bytes].
+
+        Raises:
+            Exception: Any exception of a model whose forward needs values, not only shapes.
+        """
+        with self._moves.aside(), undisturbed(self.module, self.devices[0]):
+            return count_moved_bytes(self.module, self.stage_of, self._moves.return_after, batch)
 
     def look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Balance the layers by these inputs, unless inputs have been seen before."""
@@ -118,20 +120,18 @@ class LayersEngine(Engine):
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Balance again by the layers' FLOPs, now that inputs are known."""
         self._is_described = True
-        self.close()  # the model is copied to be described, and the copy must not move tensors
         try:
-            chain = describe_undisturbed(self.module, args, kwargs)
+            with self._moves.aside():
+                chain = describe_undisturbed(self.module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - any model may need real values; parameters are a fair second best
             _log.info("layers are balanced by parameters alone: the model does not run on shapes (%r)", error)
             return
-        finally:
-            self._attach()
         called = {cost.name for cost in chain.layers}
         order = [cost.name for cost in chain.layers] + [name for name in self.layers if name not in called]
         self._place(order, self._costs(chain, order))
         for layer_name, fqn in chain.outside_uses:
             owner = next((name for name in order if fqn.startswith(f"{name}.")), None)
-            self._return_after[layer_name] = self.stage_of[owner] if owner else 0
+            self._moves.return_after[layer_name] = self.stage_of[owner] if owner else 0
 
     def _costs(self, chain: ChainDescription, order: Sequence[str]) -> list[float]:
         """Return each layer's share of parameters plus its share of FLOPs: memory and time both count."""
@@ -139,66 +139,8 @@ class LayersEngine(Engine):
         total = max(sum(flops.values()), 1)
         return [self._parameter_share(self.layers[name]) + flops.get(name, 0) / total for name in order]
 
-    def _hook_layer(self, name: str, layer: nn.Module) -> list[Any]:
-        def enter(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            stage = self.stage_of[name]
-            moved = self._bring((args, kwargs), stage)
-            self._stage_now = stage
-            return moved
-
-        def leave(_layer: nn.Module, _args: Any, outputs: Any) -> Any:
-            self._note_home(outputs, self._stage_now)
-            if name not in self._return_after:
-                return outputs
-            self._stage_now = self._return_after[name]
-            return self._bring(outputs, self._stage_now)
-
-        return [
-            layer.register_forward_pre_hook(OwnHook(enter), with_kwargs=True),
-            layer.register_forward_hook(OwnHook(leave)),
-        ]
-
-    def _enter_model(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.look_at(args, kwargs)
-        self._stage_now = 0
-        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(self.devices[0]))
-        self._note_home((args, kwargs), 0)
-        return args, kwargs
-
-    def _leave_model(self, _module: nn.Module, _args: Any, _outputs: Any) -> None:
-        self._copies.clear()
-        self._home.clear()
-
-    def _note_home(self, tree: Any, stage: int) -> None:
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            self._home[tensor] = stage
-            return tensor
-
-        map_tensors(tree, note)
-
-    def _bring(self, tree: Any, stage: int) -> Any:
-        """Move tensors to a stage's device, each once, and count the bytes moved."""
-
-        def bring(tensor: torch.Tensor) -> torch.Tensor:
-            # A tensor that user code made between two layers is on the device of the last layer.
-            if self._home.get(tensor, self._stage_now) == stage:
-                return tensor.to(self.devices[stage])
-            copies: dict[int, torch.Tensor] = self._copies.get(tensor) or {}
-            self._copies[tensor] = copies
-            if stage not in copies:
-                copies[stage] = tensor.to(self.devices[stage], non_blocking=True)
-                self.group.ledger.record("to", "pp", tensor.nbytes, 2)
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    self.group.ledger.record("to", "pp", tensor.nbytes, 2)  # its gradient will come back
-            return copies[stage]
-
-        return map_tensors(tree, bring)
-
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._moves.close()
 
 
 def _refuse_unknown(stages: dict[str, int], layers: dict[str, nn.Module], num_stages: int) -> None:

@@ -17,11 +17,12 @@ _MOST_BYTES: Final = 2 * 2**30
 def can_be_foreseen(plan: Plan, params_bytes: int) -> bool:
     """Tell whether a plan's stages can be cut here: by one process, without the search for a tensor layout."""
     is_even = plan.micro_batch_size is None and plan.precision == "fp32"
-    return plan.mode == "ranks" and plan.pp > 1 and plan.tp == 1 and is_even and params_bytes <= _MOST_BYTES
+    has_stages = plan.mode in ("ranks", "model_parallel") and plan.pp > 1 and plan.tp == 1
+    return has_stages and is_even and params_bytes <= _MOST_BYTES
 
 
 def foresee_stage_messages(config: TrainConfig, plan: Plan) -> float:
-    """Return what a pp rank sends to the others in a step, in the mean [bytes].
+    """Return what a pp rank sends to the others in a step, in the mean; of one process, what its devices move [bytes].
 
     Raises:
         MeshwrightError: The model cannot be built, or cut into such stages.
@@ -32,7 +33,8 @@ def foresee_stage_messages(config: TrainConfig, plan: Plan) -> float:
 
 
 def foresee_on_rank(config_json: str, plan_json: str) -> list[float]:
-    """Return what each pp rank sends to the others in a step [bytes]."""
+    """Return what each pp rank sends to the others in a step, or one process moves [bytes]."""
+    from meshwright.apply.one_process.rehearsal import foresee_moves
     from meshwright.apply.pipeline.rehearsal import foresee_messages
     from meshwright.train.config.imports import add_to_path
     from meshwright.train.losses import make_loss
@@ -43,7 +45,11 @@ def foresee_on_rank(config_json: str, plan_json: str) -> list[float]:
     add_to_path(config.import_roots)
     num_samples = max(1, config.train.global_batch_size // plan.dp // plan.micro_batches)
     batch = example_batch(config, num_samples)
-    sent = foresee_messages(make_build_model(config, starts=False), plan, batch, make_loss(config))
+    build_model = make_build_model(config, starts=False)
+    if plan.mode == "model_parallel":
+        sent = [foresee_moves(build_model, plan, batch)]
+    else:
+        sent = foresee_messages(build_model, plan, batch, make_loss(config))
     # Shares may be uneven: all samples are sent by somebody.
     scale = config.train.global_batch_size / (num_samples * plan.dp * plan.micro_batches)
     return [scale * one for one in sent]
