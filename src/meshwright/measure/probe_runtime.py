@@ -1,6 +1,7 @@
 """Times that this project's own steps add to a model's operators: plans on next to nothing, beside a plain loop.
 
-A step of two sizes of a small model gives what it takes in any case, and what each layer or parameter adds.
+A step of two sizes of a small model gives what it takes in any case, and what each layer or parameter adds. What is added is
+a small difference of two times, so it is taken turn by turn; one turn in which a core stood still for 100 ms does not count.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -25,12 +27,15 @@ from meshwright.measure.probe_sizes import (
     MANY_LAYERS,
     RUNTIME_MICRO_BATCHES,
     RUNTIME_STEPS,
-    expected,
+    added,
 )
 from meshwright.ranks.world import World
 from meshwright.run.applying import apply_plan
 
 __all__: list[str] = []
+
+Turns: TypeAlias = np.ndarray
+"""Times of one thing, turn by turn [s]."""
 
 _ROWS = 4
 _WIDTH = 8
@@ -80,7 +85,7 @@ def measure_runtime(world: World, budget_s: float) -> dict[str, Any]:
 
 
 def _of_pipeline(
-    times: Mapping[str, list[float]], passes: list[float], once: list[float], ranks: int
+    times: Mapping[str, list[Turns]], passes: list[Turns], once: list[Turns], ranks: int
 ) -> dict[str, tuple[float, float]]:
     """Return what a stage adds for each micro-batch, by layers of the whole model; and gradients in halves, by its own layers."""
     count = RUNTIME_MICRO_BATCHES * ranks
@@ -91,30 +96,30 @@ def _of_pipeline(
     return {"stage": _line(stage), "half": _line(more, each=1 / ranks)}
 
 
-def _of_between(times: Mapping[str, list[float]], ranks: int) -> tuple[float, float]:
+def _of_between(times: Mapping[str, list[Turns]], ranks: int) -> tuple[float, float]:
     """Return what a call between the layers adds to a stage for each micro-batch, beside itself [s]."""
     count = RUNTIME_MICRO_BATCHES * ranks
     none, some = (times[f"between {calls}"][0] for calls in (0, _CALLS))
     without, plain = (times[f"between {calls} passes"][0] for calls in (0, _CALLS))
     of_stage = (some - none) / (count + ranks - 1) - (plain - without) / ranks
-    return 0.0, max(0.0, of_stage) / (FEW_LAYERS * _CALLS)
+    return 0.0, added(of_stage) / (FEW_LAYERS * _CALLS)
 
 
-def _of_tensor(more: list[float]) -> tuple[float, float]:
+def _of_tensor(more: list[Turns]) -> tuple[float, float]:
     """Return what tensor parallelism adds to a step, and to each of its exchanges, their own time included [s]."""
-    few, many = (max(0.0, one) for one in more)
+    few, many = map(added, more)
     slope = max(0.0, many - few) / (MANY_BLOCKS - FEW_BLOCKS)
     return max(0.0, few - slope * FEW_BLOCKS), slope / _EXCHANGES
 
 
-def _line(seconds: list[float], *, each: float = 1.0) -> tuple[float, float]:
+def _line(seconds: list[Turns], *, each: float = 1.0) -> tuple[float, float]:
     """Return what is there in any case, and for each of ``each`` times the layers, from times of few and of many layers."""
-    few, many = (max(0.0, one) for one in seconds)
+    few, many = map(added, seconds)
     slope = max(0.0, many - few) / (MANY_LAYERS - FEW_LAYERS)
     return max(0.0, few - slope * FEW_LAYERS), slope / each
 
 
-def _less(seconds: list[float], *others: list[float]) -> list[float]:
+def _less(seconds: list[Turns], *others: list[Turns]) -> list[Turns]:
     return [one - sum(rest) for one, *rest in zip(seconds, *others, strict=True)]
 
 
@@ -159,8 +164,8 @@ class _Steps:
         for size in (FEW_BLOCKS, MANY_BLOCKS):
             self._add_plan(name, plan, functools.partial(_build_blocks, size), _stream(share))
 
-    def measure(self, num_steps: int) -> dict[str, list[float]]:
-        """Return the times of each name, in the order in which its models were added [s]. Every rank calls it."""
+    def measure(self, num_steps: int) -> dict[str, list[Turns]]:
+        """Return the times of each name, turn by turn, in the order in which its models were added [s]. Every rank calls it."""
         samples: list[list[tuple[float, ...]]] = [[] for _ in self._steps]
         for turn in range(_WARM_UP + num_steps):
             for (_, step), own in zip(self._steps, samples, strict=True):
@@ -168,10 +173,10 @@ class _Steps:
                 seconds = step()
                 if turn >= _WARM_UP:
                     own.append(seconds)
-        found: dict[str, list[float]] = {}
+        found: dict[str, list[Turns]] = {}
         for (names, _), own in zip(self._steps, samples, strict=True):
             for name, column in zip(names, zip(*own, strict=True), strict=True):
-                found.setdefault(name, []).append(expected(column))
+                found.setdefault(name, []).append(np.array(column))
         return found
 
     def _add_loop(self, name: str, build: Callable[[], nn.Module]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 __all__: list[str] = []
@@ -100,6 +100,17 @@ def expected(samples: Sequence[float]) -> float:
     sum of medians was 10 to 16 % less. The slowest are those in which another program had the core.
     """
     return statistics.fmean(sorted(samples)[: len(samples) - len(samples) // 20])
+
+
+def added(differences: Iterable[float]) -> float:
+    """Return the mean of differences between two things that were timed in turn, 0 at least, in their unit.
+
+    The largest and the smallest eighth are left out: the mean of sixteen would have a sixteenth of a core's longest pause in it,
+    which may be more than all that is added.
+    """
+    ordered = sorted(differences)
+    eighth = len(ordered) // 8
+    return max(0.0, statistics.fmean(ordered[eighth : len(ordered) - eighth]))
 
 
 def attention_rates(rank: dict[str, Any], name: str, sizes: LargeSizes) -> tuple[float, float]:
