@@ -13,6 +13,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.apply.data.expected_bytes import foresee_gradients
 
 # What a step agrees on beside the gradients: weights, loss, norm, flags. Generous: gradients are far larger.
 _SMALL_BYTES = 1024
@@ -63,6 +64,15 @@ def test_gradients_are_sent_once_and_as_a_ring_sends_them(num_ranks: int) -> Non
         assert sent_bytes == pytest.approx(tensor_bytes * 2 * (num_ranks - 1) / num_ranks)
         others = sum(sent for name, (_, _, sent) in exchanges.items() if name != "all_reduce")
         assert others <= _SMALL_BYTES
+
+
+@pytest.mark.parametrize("compress", ["int8", "bf16"])
+def test_compressed_gradients_are_foreseen_from_the_shapes_of_tensors(compress: str) -> None:
+    foreseen = foresee_gradients(_build_wide(), 2, compress)
+    assert foreseen < _trainable_bytes(_build_wide)  # as a ring of two sends them as they are
+    for exchanges in testing.run_ranks(_exchanges, 2, _build_wide, f"dp=2,compress={compress}", None):
+        sent = sum(sent for _, _, sent in exchanges.values())
+        assert foreseen <= sent <= foreseen + _SMALL_BYTES
 
 
 def test_nothing_is_reduced_before_the_last_micro_batch() -> None:

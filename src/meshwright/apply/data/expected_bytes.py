@@ -9,7 +9,10 @@ from torch import nn
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.sparse import names_with_sparse_gradients
 from meshwright.apply.forecast import Forecast, SeenStep
+from meshwright.comm.communicator import Communicator
+from meshwright.comm.compression.choose import make_reducer
 from meshwright.comm.compression.reducer import GradientSpec, Reducer
+from meshwright.comm.ledger import Ledger
 from meshwright.traffic import ring_gradient_bytes, sharded_bytes
 
 __all__: list[str] = []
@@ -31,9 +34,8 @@ class CopiesForecast(Forecast):
 
     def learn(self, step: SeenStep) -> None:
         del step
-        self.learned_bytes = ring_gradient_bytes(
-            payload_bytes(dense_gradients(self._module), self._reducer), self._num_ranks
-        )
+        payload = payload_bytes(dense_gradients(self._module), self._reducer)
+        self.learned_bytes = ring_gradient_bytes(payload, self._num_ranks)
 
 
 class ShardsForecast(Forecast):
@@ -80,6 +82,20 @@ class ShardsForecast(Forecast):
             per_step=self._sharding.per_step,
             replicated_bytes=payload,
         )
+
+
+def foresee_gradients(module: nn.Module, num_ranks: int, compress: str) -> float:
+    """Return what a rank sends of a model's gradients in a step of data parallelism, before there are ranks [bytes].
+
+    Args:
+        module: The model; its parameters may be without values.
+        num_ranks: Ranks that share a global batch [count].
+        compress: A plan's `compress`.
+    """
+    # A payload does not depend on the number of ranks.
+    alone = Communicator(None, ranks=[0], rank=0, ledger=Ledger(), timeout_s=1.0)
+    payload = payload_bytes(dense_gradients(module), make_reducer(compress, alone))
+    return ring_gradient_bytes(payload, num_ranks)
 
 
 def dense_gradients(module: nn.Module) -> dict[str, nn.Parameter]:

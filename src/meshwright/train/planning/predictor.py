@@ -20,7 +20,7 @@ from meshwright.spec.supported import refuse_unbuilt
 from meshwright.train.config.checks import check_config, visible_devices
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning.config_model import Described, describe_config, precision_of
-from meshwright.train.planning.stage_messages import can_be_foreseen, foresee_stage_messages
+from meshwright.train.planning.messages import foresee, foreseen_axis
 from meshwright.train.planning.this_machine import (
     is_named,
     is_outdated,
@@ -149,14 +149,15 @@ class Predictor:
         return known, _loaded(_part_of(cluster, num_devices), known)
 
     def _with_messages(self, prediction: Prediction, plan: Plan, known: Described) -> Prediction:
-        """Return a prediction with what stages send each other, which the model's own calls decide."""
-        if not can_be_foreseen(plan, known.model.params_bytes):
+        """Return a prediction with messages that no formula knows: the model's own calls, or its tensors' shapes, decide them."""
+        axis = foreseen_axis(plan, known.model.params_bytes)
+        if axis is None:
             return prediction
         try:
-            sent = foresee_stage_messages(self._config, plan)
+            sent = foresee(self._config, plan)
         except Exception:  # noqa: BLE001 - the run itself will say what is wrong with the model
             return prediction
-        return dataclasses.replace(prediction, sent_bytes={**prediction.sent_bytes, "pp": round(sent)})
+        return dataclasses.replace(prediction, sent_bytes={**prediction.sent_bytes, axis: round(sent)})
 
     def _description(self, autocast: Autocast) -> Described:
         if self._why_not:

@@ -1,8 +1,8 @@
-"""Messages between a plan's stages, foreseen by one rank that cuts the configuration's model as the runtime does."""
+"""Messages of a plan in a step, foreseen by one rank that builds the configuration's model and asks what the runtime will do."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from meshwright.ranks.launch import QUICK_STOP_S, launch
 from meshwright.spec.plan import Plan
@@ -14,15 +14,22 @@ _MOST_BYTES: Final = 2 * 2**30
 """Parameters of a model that is built for this, at most: every process of a run builds the whole model, too [bytes]."""
 
 
-def can_be_foreseen(plan: Plan, params_bytes: int) -> bool:
-    """Tell whether a plan's stages can be cut here: by one process, without the search for a tensor layout."""
+def foreseen_axis(plan: Plan, params_bytes: int) -> Literal["pp", "dp"] | None:
+    """Return the axis whose messages are foreseen here, by one process and without the search for a tensor layout.
+
+    Those of stages hang on the model's own code between layers; those of compressed gradients on the shape of each. For all other
+    messages the planner's formulas are exact.
+    """
     is_even = plan.micro_batch_size is None and plan.precision == "fp32"
-    has_stages = plan.mode in ("ranks", "model_parallel") and plan.pp > 1 and plan.tp == 1
-    return has_stages and is_even and params_bytes <= _MOST_BYTES
+    if plan.tp > 1 or not is_even or params_bytes > _MOST_BYTES:
+        return None
+    if plan.pp > 1 and plan.mode in ("ranks", "model_parallel"):
+        return "pp"
+    return "dp" if plan.compress != "none" and plan.dp > 1 and plan.pp == 1 and plan.zero == 0 else None
 
 
-def foresee_stage_messages(config: TrainConfig, plan: Plan) -> float:
-    """Return what a pp rank sends to the others in a step, in the mean; of one process, what its devices move [bytes].
+def foresee(config: TrainConfig, plan: Plan) -> float:
+    """Return what a rank sends along the foreseen axis in a step, in the mean; of one process, what its devices move [bytes].
 
     Raises:
         MeshwrightError: The model cannot be built, or cut into such stages.
@@ -33,7 +40,8 @@ def foresee_stage_messages(config: TrainConfig, plan: Plan) -> float:
 
 
 def foresee_on_rank(config_json: str, plan_json: str) -> list[float]:
-    """Return what each pp rank sends to the others in a step, or one process moves [bytes]."""
+    """Return what each pp rank, or any dp rank, sends to the others in a step, or one process moves [bytes]."""
+    from meshwright.apply.data.expected_bytes import foresee_gradients
     from meshwright.apply.one_process.rehearsal import foresee_moves
     from meshwright.apply.pipeline.rehearsal import foresee_messages
     from meshwright.train.config.imports import add_to_path
@@ -43,9 +51,11 @@ def foresee_on_rank(config_json: str, plan_json: str) -> list[float]:
 
     config, plan = TrainConfig.model_validate_json(config_json), Plan.from_json(plan_json)
     add_to_path(config.import_roots)
+    build_model = make_build_model(config, starts=False)
+    if plan.pp == 1:
+        return [foresee_gradients(build_model(), plan.dp, plan.compress)]
     num_samples = max(1, config.train.global_batch_size // plan.dp // plan.micro_batches)
     batch = example_batch(config, num_samples)
-    build_model = make_build_model(config, starts=False)
     if plan.mode == "model_parallel":
         sent = [foresee_moves(build_model, plan, batch)]
     else:
