@@ -182,7 +182,9 @@ def test_collectives_send_the_volumes_of_a_ring(kind: str, rounds: int) -> None:
 def test_causal_attention_reaches_less_with_fewer_keys() -> None:
     def seconds(sequence: int, ramp: float) -> float:
         model = gpt(sequence=sequence, fused_attention=True, dropout=False)
-        times = layer_times(model.layers[1], Setup(dtype="bf16"), machine(attention_ramp=ramp), model_bytes=2.0)
+        times = layer_times(
+            model.layers[1], Setup(dtype="bf16", micro_batch_size=64), machine(attention_ramp=ramp), model_bytes=2.0
+        )
         return times.core_s
 
     assert seconds(512, 512.0) == pytest.approx(2 * seconds(512, 0.0))
