@@ -145,7 +145,7 @@ def scaled(cluster: ClusterSpec, scalars: Scalars) -> ClusterSpec:
         latency = None if link.latency_s is None else link.latency_s * exchange
         link = dataclasses.replace(link, bytes_per_s=link.bytes_per_s / exchange, latency_s=latency)
     by_compute = ("operator_s", "step_s", "tensor_s", "score_forward_s", "score_backward_s", "kernel_s")
-    by_exchange = ("link_latency_s", "collective_host_s", "hop_s", "network_hop_s")
+    by_exchange = ("link_latency_s", "collective_host_s", "hop_s")
     changes = {name: getattr(efficiency, name) * compute for name in by_compute}
     changes |= {name: getattr(efficiency, name) * exchange for name in by_exchange}
     changes["runtime"] = {kind: [compute * one for one in seconds] for kind, seconds in efficiency.runtime.items()}

@@ -161,7 +161,7 @@ class Setup:
             tp=plan.tp,
             pp=plan.pp,
             cp=plan.cp,
-            kv_share=(model.num_kv_heads or 1) / (model.num_heads or model.num_kv_heads or 1),
+            kv_share=model.num_kv_heads / model.num_heads if model.num_kv_heads and model.num_heads else 1.0,
             zero=plan.zero,
             shard=plan.shard_degree if plan.zero else 1,
             virtual=plan.virtual,
