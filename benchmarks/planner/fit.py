@@ -17,6 +17,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,16 @@ class Fit:
         """Take over constants, none farther from its expectation than it may be."""
         self._known.clear()
         for name, log in logs.items():
-            highest = _HIGHEST
-            if name[-1] in _AT_MOST_ONE:
-                highest = min(highest, -math.log(self.priors[name].value) - 1e-6)
-            self.logs[name] = min(highest, max(_LOWEST, log))
+            self.logs[name] = min(self._highest(name), max(_LOWEST, log))
+
+    def start(self, path: Path) -> None:
+        """Take over constants that ``--out`` wrote, as far as there are such."""
+        read = json.loads(path.read_text(encoding="utf-8"))["logs"]
+        self.move({name: log for key, log in read.items() if (name := tuple(key.split("/"))) in self.priors})
+
+    def _highest(self, name: Name) -> float:
+        most = -math.log(self.priors[name].value) - 1e-6 if name[-1] in _AT_MOST_ONE else _HIGHEST
+        return min(_HIGHEST, most)
 
     def value(self, name: Name) -> float:
         return self.priors[name].value * math.exp(self.logs[name])
@@ -215,6 +222,50 @@ class Fit:
         found = torch.linalg.solve(square, -matrix.T @ (counts * gaps) - prices * logs)
         return {name: float(one) for name, one in zip(slopes, found.clamp(-0.7, 0.7), strict=True)}
 
+    def left_out(self, slopes: dict[Name, dict[int, float]], now: dict[int, float], group: str) -> dict[Name, float]:
+        """Return logarithms of constants that suit all other sources, where distances change with them by these slopes.
+
+        Args:
+            slopes: How much each case's distance changes with each constant's logarithm, at the present constants.
+            now: Distances at the present constants.
+            group: The source whose cases count nothing.
+        """
+        weights, own = self.weights(), {id(case) for case in self.groups[group]}
+        keys = [key for key in now if key not in own]
+        place = {key: index for index, key in enumerate(keys)}
+        matrix = torch.zeros(len(keys), len(slopes), dtype=torch.float64)
+        for column, changes in enumerate(slopes.values()):
+            for key, slope in changes.items():
+                if key in place:
+                    matrix[place[key], column] = slope
+
+        def vector(numbers: Iterable[float]) -> torch.Tensor:
+            return torch.tensor(list(numbers), dtype=torch.float64)
+
+        start, counts = vector(self.logs[name] for name in slopes), vector(weights[key] for key in keys)
+        lowest, highest = torch.full_like(start, _LOWEST), vector(self._highest(name) for name in slopes)
+        prices, gaps = (
+            vector(_PRICE / self.priors[name].spread ** 2 for name in slopes),
+            vector(now[key] for key in keys),
+        )
+
+        def loss(logs: torch.Tensor) -> float:
+            apart = (gaps + matrix @ (logs - start)).abs().clamp(max=0.6)
+            return float((counts * ((apart**2 + _NEAR**2).sqrt() - _NEAR)).sum() + 0.5 * (prices * logs**2).sum())
+
+        logs, best, share = start, loss(start), 1.0
+        while share > 1e-3:
+            apart = gaps + matrix @ (logs - start)
+            heavy = counts / ((apart.square() + _NEAR**2).sqrt() * (1 + (apart / 0.4).square()))
+            square = matrix.T @ (heavy[:, None] * matrix) + torch.diag(prices)
+            step = torch.linalg.solve(square, -matrix.T @ (heavy * apart) - prices * logs)
+            then = torch.maximum(lowest, torch.minimum(highest, logs + share * step))
+            if (found := loss(then)) < best - 1e-9:
+                logs, best, share = then, found, 1.0
+            else:
+                share /= 2
+        return {name: float(log) for name, log in zip(slopes, logs, strict=True)}
+
     def table(self) -> dict[str, Any]:
         """Return the constants as `efficiency.toml` has them."""
         common = {field: self.value(("all", field)) for field in COMMON}
@@ -247,13 +298,7 @@ def main() -> None:
     random.seed(options.seed)
     fit = Fit(errors.read(options.rows), most=options.most)
     if options.start is not None:
-        fit.move(
-            {
-                name: log
-                for key, log in json.loads(options.start.read_text())["logs"].items()
-                if (name := tuple(key.split("/"))) in fit.priors
-            }
-        )
+        fit.start(options.start)
     fit.descend(options.seconds, without=options.leave_out)
     cases = [case for own in fit.groups.values() for case in own]
     ratios = {

@@ -38,8 +38,15 @@ COMMON: Final = {
     "network_latency_s": Prior(2.5e-5, 0.5, "small all-reduces of two hosts take 20 to 40 us"),
     "hop_s": Prior(
         3.4e-6,
-        0.5,
-        "NCCL's src/graph/tuning.cc, ring, Simple: 3.4 us a step over NVLink, 14 over a network (9.6 in old ones)",
+        0.3,
+        "NCCL's src/graph/tuning.cc, hwLatencies, ring, Simple: 3.4 us a step over NVLink",
+    ),
+    "network_hop_s": Prior(1.4e-5, 0.3, "the same: 14 us over a network (9.6 in old ones)"),
+    "attention_ramp": Prior(
+        700.0,
+        0.3,
+        "FlashAttention-3 without a mask: 430, 517, 566, 590, 614, 621 TFLOP/s for 512 to 16,384 keys (pytorch/benchmark#2391), "
+        "half of all with 200; a causal mask halves the keys of a row and cuts its last tile",
     ),
     "tp_overlap": Prior(0.6, 0.25, "NeMo's guide: most of sequence parallelism's exchange is hidden, not all of it"),
     "interference": Prior(

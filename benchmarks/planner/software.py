@@ -25,6 +25,10 @@ class Software:
     """Traffic of one gradient element that a further micro-batch adds [bytes]."""
     attention_speed: float = 1.0
     """Of its fused attention over FlashAttention-2 [ratio]."""
+    gathers_low: bool = False
+    """Sequence parallelism gathers in fp8 what products in fp8 read."""
+    tp_operators: float = 0.0
+    """Operators of mean size that an exchange over tp adds beside it [count]."""
     calls_per_layer: float = 1.0
     """Collectives in which ZeRO-3 gathers a layer [count]."""
     bucket_params: tuple[float, float] | None = None
@@ -109,7 +113,12 @@ _FOUNDRY: Final = dataclasses.replace(
 _NANOTRON: Final = dataclasses.replace(
     _EAGER,
     cuts_by_shares=True,
-    source="nanotron: blocks go to stages by shares of the work (src/nanotron/models/base.py, build_model)",
+    tp_operators=4.0,
+    source=(
+        "nanotron: blocks go to stages by shares of the work (src/nanotron/models/base.py, build_model); under tp a product is "
+        "cut into three beside its gather, and backward gathers again (parallel/tensor_parallel/functional.py; the benchmark's "
+        "scripts/scaling_benchmarks.py turns that on): copies, views and buffers of an exchange are counted as four operators"
+    ),
 )
 
 _INTERN: Final = dataclasses.replace(
@@ -131,13 +140,15 @@ _MEGATRON: Final = Software(
     cuts_evenly=True,
     bucket_params=(40e6, 1e6),
     sent_gradient_bytes=2.0,
+    gathers_low=True,
     gathered_bytes={"fp8": 1.0, "mxfp8": 1.0},
     source=(
         "Transformer Engine's fused layers, cuDNN's attention and userbuffers (docs.nvidia.com, NeMo: performance guide, "
         "'Communication overlap'; Transformer Engine: 'Attention backends'); buckets: Megatron-LM, "
         "core/distributed/distributed_data_parallel.py, max(40e6, 1e6 x dp); bf16 sums: NeMo's recipes, "
         "grad_reduce_in_fp32 = false; gathers in fp8: "
-        "docs.nvidia.com, NeMo: communication overlap, 'fp8_param_gather'"
+        "docs.nvidia.com, NeMo: communication overlap, 'fp8_param_gather'; activations are cast before they are gathered: "
+        "Transformer Engine, pytorch/distributed.py, gather_along_first_dim"
     ),
 )
 
@@ -151,6 +162,7 @@ _NEMO: Final = dataclasses.replace(
 _XLA: Final = dataclasses.replace(
     _MEGATRON,
     overlaps_tp=False,
+    gathers_low=False,
     bucket_params=None,
     source="XLA fuses elementwise operators, and calls cuDNN (JAX-Toolbox, README)",
 )

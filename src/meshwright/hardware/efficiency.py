@@ -33,6 +33,7 @@ class Efficiency(Value):
         memory: Share of the memory's bandwidth that elementwise kernels reach; 0 to 1.
         attention_forward: Share of the bf16 peak that fused attention reaches; 0 to 1.
         attention_backward: The same for its backward.
+        attention_ramp: Keys of which causal attention reaches half of these shares; it reaches more with more [elements].
         native_attention: How much faster attention is that is written for this generation of device; at least 1 [ratio].
         inner_overhead: Elements that a tile's start and end cost, added to the summed size of a product [elements].
         elementwise_passes: Traffic of rotary embeddings, gates and RMS norms as PyTorch runs them, over that of one fused pass
@@ -48,7 +49,8 @@ class Efficiency(Value):
         skew: What ranks that exchange in each layer wait for each other, over what they compute between two exchanges [ratio].
         link_latency_s: Fixed time of a collective inside a host [s].
         network_latency_s: The same between hosts, and of a message to a neighbour [s].
-        hop_s: Time that each further step of a ring or tree adds [s].
+        hop_s: What a step of a ring inside a host waits, for large parts; `plan/costs/protocols` has others [s].
+        network_hop_s: The same between hosts [s].
         tp_overlap: Share of tensor parallelism's collectives that software with overlapped sequence parallelism hides; 0 to 1.
         interference: Share of overlapped communication by which it slows the computation down; 0 to 1.
         overlap: Share of a pass that communication can hide behind; 0 to 1.
@@ -111,6 +113,8 @@ class Efficiency(Value):
     overlap: float
     optimizer_bytes: float
     step_s: float
+    network_hop_s: float = 0.0
+    attention_ramp: float = 0.0
     skew: float = 0.0
     score_forward_s: float = 0.0
     score_backward_s: float = 0.0
@@ -196,8 +200,8 @@ _CURVES = (
 
 _NOT_NEGATIVE = (
     "inner_overhead", "elementwise_passes", "kernel_s", "operator_s", "collective_host_s", "rails", "link_latency_s",
-    "network_latency_s", "hop_s", "tp_overlap", "interference", "overlap", "optimizer_bytes", "step_s",
-    "score_forward_s", "score_backward_s", "tensor_s", "recurrence_forward", "recurrence_backward", "held",
+    "network_latency_s", "hop_s", "network_hop_s", "tp_overlap", "interference", "overlap", "optimizer_bytes", "step_s",
+    "score_forward_s", "score_backward_s", "attention_ramp", "tensor_s", "recurrence_forward", "recurrence_backward", "held",
     "process_bytes", "run_s", "skew",
 )  # fmt: skip
 

@@ -179,6 +179,18 @@ def test_collectives_send_the_volumes_of_a_ring(kind: str, rounds: int) -> None:
     assert seconds * found.link_bytes_per_s / size == pytest.approx(rounds * 7 / 8, rel=1e-4)
 
 
+def test_causal_attention_reaches_less_with_fewer_keys() -> None:
+    def seconds(sequence: int, ramp: float) -> float:
+        model = gpt(sequence=sequence, fused_attention=True, dropout=False)
+        times = layer_times(
+            model.layers[1], Setup(dtype="bf16", micro_batch_size=64), machine(attention_ramp=ramp), model_bytes=2.0
+        )
+        return times.core_s
+
+    assert seconds(512, 512.0) == pytest.approx(2 * seconds(512, 0.0))
+    assert seconds(4096, 512.0) == pytest.approx((1 + 512 / 4096) * seconds(4096, 0.0))
+
+
 @pytest.mark.parametrize(("zero", "volume"), [(0, 2.0), (1, 2.0), (2, 2.0), (3, 3.0)])
 def test_zero_sends_the_volumes_of_its_paper(zero: int, volume: float) -> None:
     setup = Setup(dp=64, zero=zero, shard=64 if zero else 1, sent_gradient_bytes=2.0, gathered_bytes=2.0)

@@ -23,6 +23,7 @@ from benchmarks.planner.gpus import gpu_of
 from benchmarks.planner.rows import cluster_of, model_of, setup_of
 from benchmarks.planner.software import software_of
 
+from meshwright.hardware import LinkSpec
 from meshwright.plan.costs.step_costs import StepCosts
 
 PLAN = (4, 12, 8, 2)
@@ -204,6 +205,32 @@ def test_a_compiled_loss_keeps_less_and_lists_of_gathered_tensors_take_time(judg
     costs = StepCosts(model, cluster)
     assert costs.seconds(dataclasses.replace(setup, copies_per_rank=0.0)) < costs.seconds(setup)
     assert setup_of(cleaned(changed("parallel", fsdp_size=4, zero_stage=3))).shard == 4
+
+
+def test_what_products_in_fp8_read_is_gathered_in_fp8_and_grouped_keys_go_round_once() -> None:
+    llama = changed("model", arch="llama", gated_mlp=True, kv_heads=8) | {
+        "group": "nemo", "flash_attention": True, "precision": "fp8", "recompute": "none",
+        "parallel": {"dp": 1, "tp": 8, "pp": 6, "cp": 8, "sp": True, "zero_stage": 1},
+    }  # fmt: skip
+    row = cleaned(llama)
+    setup, costs = setup_of(row), StepCosts(model_of(row), cluster_of(row))
+    assert (setup.gathers_low, setup.kv_share) == (True, 8 / 112)
+    grouped = costs.seconds(setup)
+    assert costs.seconds(dataclasses.replace(setup, gathers_low=False)) > grouped
+    assert costs.seconds(dataclasses.replace(setup, dtype="bf16", gathers_low=False)) == costs.seconds(
+        dataclasses.replace(setup, dtype="bf16")
+    )
+    slow = dataclasses.replace(cluster_of(row), network=LinkSpec(name="slow", bytes_per_s=1e9))
+    costs = StepCosts(model_of(row), slow)
+    assert costs.seconds(dataclasses.replace(setup, kv_share=1.0)) > 1.5 * costs.seconds(setup)
+
+
+def test_products_that_are_cut_to_overlap_cost_the_host() -> None:
+    row = cleaned(changed("parallel", tp=8, pp=1, dp=48) | {"group": "nanotron-ultrascale", "flash_attention": True})
+    setup, costs = setup_of(row), StepCosts(model_of(row), cluster_of(row))
+    small = dataclasses.replace(setup, micro_batch_size=0.01)
+    assert setup.tp_operators > 0
+    assert costs.seconds(dataclasses.replace(small, tp_operators=0.0)) < 0.9 * costs.seconds(small)
 
 
 def test_unknown_devices_and_groups_are_costed(judge: Judge) -> None:

@@ -2,6 +2,7 @@
 
 setup               degrees, batch and numerics of a step
 machine             seconds of kernels and collectives
+protocols           what a collective's steps wait for
 layer_times         one layer on one rank
 layers_cost         all layers, by their kinds
 stages              balanced cuts, and time of schedules

@@ -46,6 +46,9 @@ _CAST_HOST: Final = 0.3
 """Host time of a cast, forward and backward, over that of the mean operator with the views around it [ratio].
 Measured by benchmarks/planner/cast_times.py on a CPU: 0.21 to 0.31."""
 
+_SHARP: Final = 16
+"""Exponent of the maximum of the host's and the device's time: both alike take 4 % longer than one. An estimate: the host is many
+kernels ahead wherever it is the faster one."""
 
 _REPEAT_HOST: Final = 3.0
 """Host time of a layer that torch's checkpoint repeats, over that of its forward: hooks see each saved tensor twice [ratio].
@@ -247,6 +250,8 @@ def _add_attention(times: LayerTimes, operator: OperatorSpec, setup: Setup, mach
     efficiency = machine.efficiency
     peak = machine.peak(_plain(_numerics(operator, setup)[0]))
     peak *= efficiency.native_attention if setup.native_attention else setup.attention_speed
+    if operator.causal:  # of a short sequence more lies in tiles that the mask cuts, or waits for the last ones
+        peak *= operator.columns / (operator.columns + efficiency.attention_ramp)
     flops = operator.forward_flops * setup.micro_batch_size / setup.cp / cut
     scores = flops / (4.0 * operator.inner)
     forward = flops / (peak * efficiency.attention_forward) + scores * efficiency.score_forward_s
@@ -267,7 +272,7 @@ def _add_ring(
     times: LayerTimes, operator: OperatorSpec, setup: Setup, machine: Machine, hidden: tuple[float, float]
 ) -> None:
     # Keys and values of all other ranks pass by while the scores of those before are computed.
-    heads = operator.count / setup.tp
+    heads = operator.count * setup.kv_share / setup.tp
     own = 2 * operator.rows * operator.inner * heads * setup.micro_batch_size / setup.cp * setup.element_bytes
     inside = setup.tp * setup.cp <= machine.cluster.devices_per_host
     seconds = (setup.cp - 1) * machine.message_s(own, inside=inside)
@@ -358,15 +363,18 @@ def _add_exchange(times: LayerTimes, operator: OperatorSpec, setup: Setup, machi
     num_bytes = elements * setup.micro_batch_size / setup.cp * _numerics(operator, setup)[1]
     spread = -(-setup.tp // machine.cluster.devices_per_host)
     # Gather and scatter have the sum of an all-reduce's bytes.
-    kinds = ("all_gather", "reduce_scatter") if setup.sequence_parallel else ("all_reduce",)
-    seconds = sum(machine.collective_s(kind, num_bytes, setup.tp, spread) for kind in kinds)
+    low = setup.gathers_low and setup.dtype in _LOW_PRECISION
+    shares = {"all_gather": 0.5 if low else 1.0, "reduce_scatter": 1.0}
+    shares = shares if setup.sequence_parallel else {"all_reduce": 1.0}
+    seconds = sum(machine.collective_s(kind, num_bytes * share, setup.tp, spread) for kind, share in shares.items())
     if setup.overlaps_tp and setup.sequence_parallel:
         seconds *= 1 - machine.efficiency.tp_overlap
     if forward:
         times.forward_comm_s += seconds
     else:
         times.backward_comm_s += seconds
-    times.num_collectives += len(kinds)
+    times.num_collectives += len(shares)
+    times.num_operators += setup.tp_operators
     times.sent_bytes += 2 * (setup.tp - 1) / setup.tp * num_bytes
 
 
@@ -389,4 +397,4 @@ def _issued(device_s: float, host_s: float, *, ahead: bool) -> float:
     if not ahead:
         return device_s + host_s
     # A smooth maximum: passes that the host can just feed wait for it here and there.
-    return (device_s**6 + host_s**6) ** (1 / 6)
+    return (device_s**_SHARP + host_s**_SHARP) ** (1 / _SHARP)

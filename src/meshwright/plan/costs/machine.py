@@ -11,6 +11,7 @@ from typing import Final
 from meshwright.hardware import ClusterSpec
 from meshwright.hardware.efficiency import Efficiency, curve_at, share_at, time_of_work
 from meshwright.hardware.exchanges import exchange_s
+from meshwright.plan.costs.protocols import fastest_s
 from meshwright.spec.layer import HostCalls
 from meshwright.values import Problems
 
@@ -28,10 +29,6 @@ _MISALIGNED: Final = 7.0
 """Products whose inner size is no multiple of 8 elements leave the tensor cores' layout [ratio of times].
 Source of the rule: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"; the ratio is fitted to
 BigScience's rows with heads of 108 and 150 elements."""
-
-_NETWORK_HOPS: Final = 3
-"""Steps inside a host that one over the network takes as long as. An estimate after the latencies in NCCL's src/graph/tuning.cc,
-read 2026-11-24 [count]."""
 
 _ROUNDS: Final = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How often the tensor goes round, but for one rank's part of it [count]."""
@@ -161,18 +158,18 @@ class Machine:
         if spread <= 1 and (rows := self.efficiency.exchanges.get(kind)):
             return exchange_s(rows, num_bytes, group)
         rounds, share = _ROUNDS[kind], (group - 1) / group * num_bytes
-        if spread <= 1:
-            hops = rounds * math.log2(group)
-            return (
-                rounds * share / self.link_bytes_per_s + self.efficiency.link_latency_s + hops * self.efficiency.hop_s
-            )
-        ports = self.network_bytes_per_s * (1 + (max(1, group // spread) - 1) * self.efficiency.rails)
-        rate = min(self.link_bytes_per_s, ports)
-        if rounds == 1:  # a gather goes round the ring, over every device; sums have trees
-            hops = group - spread + _NETWORK_HOPS * spread
-        else:
-            hops = rounds * (min(group, 8) + _NETWORK_HOPS * math.log2(spread))
-        return rounds * share / rate + self.efficiency.network_latency_s + hops * self.efficiency.hop_s
+        rate, fixed_s = self.link_bytes_per_s, self.efficiency.link_latency_s
+        if spread > 1:
+            ports = self.network_bytes_per_s * (1 + (max(1, group // spread) - 1) * self.efficiency.rails)
+            rate, fixed_s = min(rate, ports), self.efficiency.network_latency_s
+        return fixed_s + fastest_s(
+            rounds * share / rate,
+            rounds=rounds,
+            group=group,
+            spread=spread,
+            hop_s=self.efficiency.hop_s,
+            network_hop_s=self.efficiency.network_hop_s,
+        )
 
     def message_s(self, num_bytes: float, *, inside: bool) -> float:
         """Return the time of a message to a neighbour, in the same host or in another one [s]."""

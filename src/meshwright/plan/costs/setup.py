@@ -91,6 +91,12 @@ class Setup:
     overlap: bool = True
     overlaps_tp: bool = False
     """Whether collectives of sequence parallelism run piece by piece beside their products: this project's do not."""
+    gathers_low: bool = False
+    """Whether sequence parallelism gathers what products in fp8 read after it was cast, in a byte an element."""
+    tp_operators: float = 0.0
+    """Operators of mean size that the host issues beside an exchange over tp, where products are cut to overlap it [count]."""
+    kv_share: float = 1.0
+    """Heads of keys and values over those of queries, where cp sends them round [ratio]."""
     is_eager: bool = True
     """Whether PyTorch runs one kernel after the other as the model says, with today's fused attention and overlap."""
     native_attention: bool = False
@@ -155,6 +161,7 @@ class Setup:
             tp=plan.tp,
             pp=plan.pp,
             cp=plan.cp,
+            kv_share=model.num_kv_heads / model.num_heads if model.num_kv_heads and model.num_heads else 1.0,
             zero=plan.zero,
             shard=plan.shard_degree if plan.zero else 1,
             virtual=plan.virtual,
@@ -207,7 +214,7 @@ _values_of: Final = operator.attrgetter(*_FIELDS)
 
 SEEN_BY_LAYERS: Final = (
     "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "own_dtypes", "overlaps_tp", "is_eager",
-    "trains_weights", "native_attention", "attention_speed", "loss_kept",
+    "trains_weights", "native_attention", "attention_speed", "loss_kept", "gathers_low", "tp_operators", "kv_share",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 
