@@ -89,6 +89,10 @@ def _sounds(config: Any, names: list[str]) -> list[list[list[Any]]]:
         widths = [_find(config, (name,), 0) for name in ("input_feat_per_channel", "feature_projection_input_dim")]
         shapes += [(64, int(width)) for width in widths if width]
         options += [[["input_features", "normal", *shape]] for shape in shapes]
+        if "input_features_mask" in names:
+            lengths = [max(shape[-2:]) for shape in shapes]
+            pairs = zip(list(options), lengths, strict=True)
+            options = [[*option, ["input_features_mask", "ones", size]] for option, size in pairs] + options
     if "input_values" in names:
         shapes = [(1600,), (1, 1600), (frames, mels), (1024, mels)]
         options += [[["input_values", "normal", *shape]] for shape in shapes]
