@@ -63,13 +63,16 @@ def pieces(batch: dict[str, Tensor], ranks: int, micro_batches: int) -> Iterator
             start += part
 
 
-def train_plainly(recipe: dict[str, Any], ranks: int = 1, micro_batches: int = 1) -> dict[str, Any]:
+def train_plainly(
+    recipe: dict[str, Any], ranks: int = 1, micro_batches: int = 1, *, turned: bool = False
+) -> dict[str, Any]:
     """Train in a plain loop and return losses, gradients and parameters.
 
     Args:
         recipe: The recipe.
         ranks: The shares in which the batch is taken, for models whose samples see one another (BatchNorm).
         micro_batches: Micro-batches of each share.
+        turned: Whether the samples of each of these come in the other order.
     """
     with default_dtype(torch.float64):
         torch.manual_seed(0)
@@ -81,6 +84,7 @@ def train_plainly(recipe: dict[str, Any], ranks: int = 1, micro_batches: int = 1
             optimizer.zero_grad()
             total = 0.0
             for piece in pieces(recipes.make_batch(recipe, step), ranks, micro_batches):
+                piece = {name: value.flip(0) for name, value in piece.items()} if turned else piece
                 with contextlib.nullcontext() if draws is None else draws(step, model, piece):
                     loss = _loss(model, recipe, piece) * (_count(piece) / recipes.SAMPLES)
                     loss.backward()
@@ -90,6 +94,13 @@ def train_plainly(recipe: dict[str, Any], ranks: int = 1, micro_batches: int = 1
             optimizer.step()
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
     return {"losses": losses, "gradients": gradients, "values": values, "draws": draws is not None}
+
+
+def rounding_of(recipe: dict[str, Any], ranks: int, micro_batches: int) -> float:
+    """Return by how much another order of each share's samples changes gradients in the plain loop, as cells measure it."""
+    expected, found = (train_plainly(recipe, ranks, micro_batches, turned=turned) for turned in (False, True))
+    steps = zip(found["gradients"], expected["gradients"], strict=True)
+    return max(_difference(mine, wanted, "")[0] for mine, wanted in steps)
 
 
 def draws_numbers(model: nn.Module, recipe: dict[str, Any]) -> bool:

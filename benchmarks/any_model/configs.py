@@ -42,7 +42,8 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"sliding_window|attention_window|local_attention", 4),
     (r".*chunk_length", 3),
     (r"window_size", 2),
-    (r"num_conv_pos_embedding_groups|groups|.*num_groups", 2),
+    (r"num_conv_pos_embedding_groups|groups|.*num_groups|upsample_groups", 2),
+    (r"num_filters", 4),
     (r".*num_mel_bins|n_mels|mel_dim|feature_size", 16),
     (r"mamba_d_state|state_size|d_state", 8),
     (r"mamba_n_heads|.*mamba_num_heads|ssm_num_heads", 8),
@@ -79,13 +80,18 @@ def tiny_list(name: str, value: list[Any]) -> list[Any]:
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         return value
     if re.fullmatch(
-        r"(.*_)?(depths?|num_block_repeats|n_attn_blocks|stage_num_blocks|block_sizes|numb_of_layers)", name
+        r"(.*_)?(depths?|num_block_repeats|n_attn_blocks|stage_num_blocks|block_sizes|numb_of_layers|blocks_per_stage)",
+        name,
     ):
         return [min(item, 2 if index < 2 else 1) for index, item in enumerate(value)]
-    if re.fullmatch(r".*(num_heads|attention_heads)", name):
+    if re.fullmatch(r".*(num_heads|attention_heads)(_per_stage)?", name):
         return [min(item, 2 ** min(index + 1, 2)) for index, item in enumerate(value)]
-    if re.fullmatch(r".*(hidden_sizes|embed_dims?|_channels|conv_dim|tdnn_dim|widths|dims)", name):
+    if re.fullmatch(
+        r".*(hidden_sizes|embed_dims?|_channels|conv_dim|tdnn_dim|widths|dims|_per_stage|channel_list)", name
+    ):
         growing = len(set(value)) > 1
+        if growing and value == sorted(value, reverse=True):
+            return tiny_list(name, value[::-1])[::-1]
         return [min(item, 16 * 2 ** min(index, 2) if growing else 16) for index, item in enumerate(value)]
     if re.fullmatch(r".*(indexes|indices|hook_ids|out_features|extract_layers)", name):
         return [min(item, index % LAYERS) for index, item in enumerate(value)]
@@ -219,13 +225,14 @@ def variants(cls: Any) -> list[dict[str, Any]]:
     found += [_changed(by_kind(heads, cls), cls, sections), _changed(heads, cls, _TOLD)]
     found += [_changed(heads, cls, {"head_dim": 2 * HEAD_DIM, **more}) for more in ({}, sections)]
     found += [scaled(cls), _changed(heads, cls, {"hidden_size": 48, "num_hidden_layers": 6})]
+    found += [settled(plain, cls), settled(by_kind(heads, cls), cls)]
     return [fields for index, fields in enumerate(found) if fields not in found[:index]]
 
 
 _TOLD: dict[str, Any] = {
     **{"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 2},
     **{"num_experts_per_tok": 2, "num_kv_shared_layers": 0, "axial_pos_embds": False, "default_language": "en_XX"},
-    **{"layer_group_size": 2, "num_hidden_layers": LAYERS},
+    **{"layer_group_size": 2, "num_hidden_layers": LAYERS, "feature_size": HIDDEN, "mask_feature_size": HIDDEN},
 }
 """What classes leave to their user, or derive from more layers than a tiny model has."""
 
@@ -249,6 +256,28 @@ def by_kind(fields: dict[str, Any], cls: Any) -> dict[str, Any]:
     elif len(kinds) == 1 and "num_hidden_layers" in names:
         own = {"num_hidden_layers": 2 * LAYERS}
     return {**fields, **own, **parts}
+
+
+def settled(fields: dict[str, Any], cls: Any) -> dict[str, Any]:
+    """Return the fields with those lists of numbers, in small, that a class leaves open and fills in when it is made."""
+    parts = {
+        name: settled(fields[name], _class_of(spec))
+        for name, spec in (getattr(cls, "sub_configs_defaults", None) or {}).items()
+        if isinstance(fields.get(name), dict) and _class_of(spec) is not None
+    }
+    try:
+        made = cls()
+    except Exception:  # a class that has no defaults
+        return {**fields, **parts}
+    own = {}
+    for field in dataclasses.fields(cls):
+        value = getattr(made, field.name, None)
+        is_open = field.default is None and not field.name.startswith("_") and field.name not in fields
+        if is_open and isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
+            own[field.name] = tiny_list(field.name, list(value))
+    found = {**fields, **own, **parts}
+    _settle(found)
+    return found
 
 
 def _kinds(cls: Any) -> list[str]:

@@ -16,13 +16,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.any_model import configs, float64, proposals, recipes
+from benchmarks.any_model import configs, float64, proposals, recipes, vision
 
 float64.install()
 
 import torch  # noqa: E402
 
-_MOST_PARAMETERS = 6_000_000
+_MOST_PARAMETERS = 8_000_000
 _LIMIT_S = 20
 
 
@@ -170,6 +170,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
+    vision.load_if_there()
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -12,7 +12,7 @@ from torch import nn
 def _find(config: Any, names: tuple[str, ...], default: Any) -> Any:
     """Return the first field of these names, in the configuration or in its parts."""
     for name in names:
-        value = getattr(config, name, None)
+        value = _field(config, name)
         if value is not None:
             return value
     for key in (
@@ -24,12 +24,19 @@ def _find(config: Any, names: tuple[str, ...], default: Any) -> Any:
         "backbone_config",
         "decoder",
     ):
-        part = getattr(config, key, None)
+        part = _field(config, key)
         if part is not None and hasattr(part, "to_dict"):
             value = _find(part, names, None)
             if value is not None:
                 return value
     return default
+
+
+def _field(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # a field that each layer has its own of
+        return None
 
 
 def _pair(value: Any) -> list[int]:
@@ -89,6 +96,10 @@ def _sounds(config: Any, names: list[str]) -> list[list[list[Any]]]:
         widths = [_find(config, (name,), 0) for name in ("input_feat_per_channel", "feature_projection_input_dim")]
         shapes += [(64, int(width)) for width in widths if width]
         options += [[["input_features", "normal", *shape]] for shape in shapes]
+        if "input_features_mask" in names:
+            lengths = [max(shape[-2:]) for shape in shapes]
+            pairs = zip(list(options), lengths, strict=True)
+            options = [[*option, ["input_features_mask", "ones", size]] for option, size in pairs] + options
     if "input_values" in names:
         shapes = [(1600,), (1, 1600), (frames, mels), (1024, mels)]
         options += [[["input_values", "normal", *shape]] for shape in shapes]

@@ -75,7 +75,10 @@ def build_hf(recipe: dict[str, Any]) -> nn.Module:
     for name, token in (("decoder_start_token_id", 1), ("pad_token_id", 0)):
         if getattr(config, name, None) is None:
             setattr(config, name, token)
-    model = getattr(transformers, recipe["class"])(config)
+    cls = getattr(transformers, recipe["class"])
+    if isinstance(wanted := cls.config_class, type) and not isinstance(config, wanted):
+        config = next((part for part in vars(config).values() if isinstance(part, wanted)), config)
+    model = cls(config)
     if "packed" in recipe:
         model = Packed(model, *recipe["packed"])
     return prepared(model, 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0))

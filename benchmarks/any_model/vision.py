@@ -83,6 +83,8 @@ def build(name: str, fields: dict[str, Any]) -> nn.Module:
 class Detector(nn.Module):
     """A detector that gives the terms of its loss for a batch of images, each with as many boxes.
 
+    Masks are the boxes' own areas, and the keypoints of each are its corner and its middle.
+
     Args:
         model: Of torchvision: takes lists of images and of targets.
     """
@@ -99,8 +101,17 @@ class Detector(nn.Module):
             boxes: Of shape [samples, boxes, 4], in pixels.
             labels: Of shape [samples, boxes].
         """
-        targets = [{"boxes": box.to(images.dtype), "labels": label} for box, label in zip(boxes, labels, strict=True)]
+        targets = [_target(images, box.to(images.dtype), label) for box, label in zip(boxes, labels, strict=True)]
         return self.model(list(images), targets)
+
+
+def _target(images: Tensor, boxes: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    ys, xs = (torch.arange(size, device=boxes.device) for size in images.shape[-2:])
+    x1, y1, x2, y2 = (edge[:, None] for edge in boxes.unbind(1))
+    masks = ((ys >= y1) & (ys < y2))[:, :, None] & ((xs >= x1) & (xs < x2))[:, None, :]
+    points = torch.stack([boxes[:, :2] + 0.5, (boxes[:, :2] + boxes[:, 2:]) / 2], 1)
+    keypoints = torch.cat([points, torch.ones_like(points[..., :1])], -1)
+    return {"boxes": boxes, "labels": labels, "masks": masks.to(torch.uint8), "keypoints": keypoints}
 
 
 def _resnet(models: Any, **fields: Any) -> nn.Module:
@@ -169,6 +180,25 @@ def _r3d(models: Any, **fields: Any) -> nn.Module:
     return module.VideoResNet(*layers, module.BasicStem, num_classes=CLASSES, **fields)
 
 
+def _s3d(models: Any, **fields: Any) -> nn.Module:
+    model = models.video.S3D(num_classes=CLASSES, **fields)
+    model.avgpool = nn.AdaptiveAvgPool3d(1)  # its own takes images of 224
+    return model
+
+
+def _swin3d(models: Any, **fields: Any) -> nn.Module:
+    sizes = {"patch_size": [2, 4, 4], "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": [2, 4, 4]}
+    module = models.video.swin_transformer
+    return module.SwinTransformer3d(**sizes, stochastic_depth_prob=0.0, num_classes=CLASSES, **fields)
+
+
+def _fcn(models: Any, **fields: Any) -> nn.Module:
+    body = models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1])
+    module = models.segmentation.fcn
+    features = models._utils.IntermediateLayerGetter(body, {"layer4": "out", "layer3": "aux"})
+    return module.FCN(features, module.FCNHead(512, CLASSES), module.FCNHead(256, CLASSES), **fields)
+
+
 def _backbone(channels: int = 16) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in ((3, 8), (8, channels), (channels, channels)):
@@ -181,14 +211,23 @@ def _backbone(channels: int = 16) -> nn.Module:
 def _detector(models: Any, kind: str) -> nn.Module:
     detection, anchors = models.detection, models.detection.anchor_utils.AnchorGenerator
     sizes: dict[str, Any] = {"min_size": 64, "max_size": 64}
-    if kind == "FasterRCNN":
-        pool = importlib.import_module("torchvision.ops").MultiScaleRoIAlign(["0"], 3, 2)
-        head = {
+    if kind.endswith("RCNN"):
+        pool = importlib.import_module("torchvision.ops").MultiScaleRoIAlign
+        head: dict[str, Any] = {
             "box_head": detection.faster_rcnn.TwoMLPHead(16 * 9, 32),
             "box_predictor": detection.faster_rcnn.FastRCNNPredictor(32, CLASSES),
         }
-        rpn = {"rpn_anchor_generator": anchors(((8, 16, 32),), ((0.5, 1.0, 2.0),)), "box_roi_pool": pool}
-        return Detector(detection.FasterRCNN(_backbone(), **sizes, **rpn, **head))
+        if kind == "MaskRCNN":
+            head["mask_roi_pool"] = pool(["0"], 4, 2)
+            head["mask_head"] = detection.mask_rcnn.MaskRCNNHeads(16, (16,), 1)
+            head["mask_predictor"] = detection.mask_rcnn.MaskRCNNPredictor(16, 16, CLASSES)
+        if kind == "KeypointRCNN":
+            head["keypoint_roi_pool"] = pool(["0"], 4, 2)
+            head["keypoint_head"] = detection.keypoint_rcnn.KeypointRCNNHeads(16, (16,))
+            head["keypoint_predictor"] = detection.keypoint_rcnn.KeypointRCNNPredictor(16, 2)
+        rpn = {"rpn_anchor_generator": anchors(((8, 16, 32),), ((0.5, 1.0, 2.0),)), "box_roi_pool": pool(["0"], 3, 2)}
+        few = {"rpn_pre_nms_top_n_train": 60, "rpn_post_nms_top_n_train": 30}
+        return Detector(getattr(detection, kind)(_backbone(), **sizes, **rpn, **head, **few))
     if kind == "SSD":
         boxes = detection.anchor_utils.DefaultBoxGenerator([[2]])
         return Detector(detection.ssd.SSD(_OneLevel(_backbone()), boxes, (64, 64), CLASSES))
@@ -218,5 +257,8 @@ _SMALL: dict[str, Callable[..., nn.Module]] = {
     "maxvit": _maxvit,
     "mvit": _mvit,
     "r3d": _r3d,
+    "s3d": _s3d,
+    "swin3d": _swin3d,
+    "fcn": _fcn,
     "detector": _detector,
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,6 +48,20 @@ class GeneratorStates:
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
         self._python.restore()
+
+
+def draw_ahead(device: torch.device, count: int) -> None:
+    """Have each of these generators draw numbers, so that what comes next is drawn otherwise.
+
+    Args:
+        device: The device whose generator draws, beside the CPU's.
+        count: Numbers [count].
+    """
+    for _ in range(count):
+        torch.rand(())
+        torch.rand((), device=device)
+        random.random()
+        np.random.random_sample()
 
 
 class AttributeSnapshot:

@@ -16,15 +16,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.apply.modules.copies import own_copy
 from meshwright.apply.state.outside import Outside
-from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, undisturbed
+from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, draw_ahead, undisturbed
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.loss import LossTerm
+from meshwright.run.losses.trial_watch import TrialWatch
 from meshwright.run.losses.trial_writes import find_dependent
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, label_paths, replace_at, tensor_at
 from meshwright.trees import map_tensors, tensors_in
@@ -36,6 +35,8 @@ NUM_PARTS = 3
 _TOLERANCES = {torch.float64: (2e-7, 2e-6), torch.float32: (4e-6, 1e-4)}
 """By how much equal losses may differ, by their dtype: at least, and where the order of samples alone makes more [fraction]."""
 _LOW_TOLERANCE = (1e-2, 2e-2)
+_SAME = 1e-9
+"""Losses that differ by less are the same whatever was drawn [fraction]."""
 _ROUNDINGS = 32.0
 """How many times the difference that another order of the samples makes is tolerated [ratio]."""
 _LOW_PARAMETERS = 5e-3
@@ -65,6 +66,8 @@ class TrialForward:
     """Rows of the outputs to take the loss of, each beside the same rows of the batch, instead of the loss of all."""
     draws: DrawsOfTrial | None = None
     """By which its random numbers are drawn by place, in training mode; None: as torch does."""
+    ahead: int | None = None
+    """Numbers that each generator draws before it, where random numbers do not decide the loss; None: they may [count]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,28 +123,8 @@ class Evidence:
 RAISED = "it raised"
 """How the obstacle of a trial begins whose code has raised."""
 
+_DRAWS = "it draws random numbers"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_READS = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist)
-
-
-class _Watch(TorchFunctionMode):
-    """Records labels that cross-entropies ignore, class weights, and reads of values by Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ignored: list[int] = []
-        self.has_class_weights = False
-        self.branches = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.branches |= func in _READS
-        if func in (F.cross_entropy, F.nll_loss):
-            self.ignored.append(int(kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED_LABEL)))
-            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-            if weight is not None and kwargs.get("reduction", "mean") == "mean":
-                self.has_class_weights |= bool((weight != weight[0]).any())
-        return func(*args, **kwargs)
 
 
 def run_trial(
@@ -172,7 +155,8 @@ def run_trial(
         normalises = any(
             isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in module.modules()
         )
-        generators, versions, watch = GeneratorStates(device), buffer_versions(module), _Watch()
+        draw_ahead(device, trial.ahead or 0)
+        generators, versions, watch = GeneratorStates(device), buffer_versions(module), TrialWatch()
         own = Outside.of(module).generator_states()
         try:
             with (
@@ -197,8 +181,8 @@ def run_trial(
         obstacle = None
         if normalises:
             obstacle = "it normalises with statistics of the batch"
-        elif generators.have_moved():
-            obstacle = "it draws random numbers"
+        elif trial.ahead is None and generators.have_moved():
+            obstacle = _DRAWS
         elif buffer_versions(module) != versions:
             obstacle = "it writes into its buffers"
         return TrialOutcome(
@@ -246,15 +230,17 @@ def examine(
         splits_by_row: Whether dim 0 is the sample in every tensor.
     """
     parts = splitter.cut(share, min(NUM_PARTS, splitter.count(share)))
-    whole, evaluates, end = yield from _try_whole(share, parts)
+    whole, like, end = yield from _try_whole(share, parts)
     if end is not None:
         return end
     num_samples = splitter.count(share)
-    turned = (yield [TrialForward(map_tensors(share, _turn), evaluates)])[0].value if splits_by_row else math.nan
+    turned = (
+        (yield [dataclasses.replace(like, batch=map_tensors(share, _turn))])[0].value if splits_by_row else math.nan
+    )
     noise = _gap(whole.value, [turned], [1.0])
     if len(parts) < 2:
         return Evidence(obstacle="split= does not cut the first batch")
-    outcomes = yield [TrialForward(part, evaluates) for part in parts]
+    outcomes = yield [dataclasses.replace(like, batch=part) for part in parts]
     obstacle = next((outcome.obstacle for outcome in outcomes if outcome.obstacle is not None), None)
     if obstacle is not None:
         return Evidence(obstacle=obstacle)
@@ -283,7 +269,7 @@ def examine(
         gaps: list[float | None] = [None] * len(candidates)
         if masked is not None:
             pieces = split_samples(masked, counts)
-            results = yield [TrialForward(piece, evaluates) for piece in (masked, *pieces)]
+            results = yield [dataclasses.replace(like, batch=piece) for piece in (masked, *pieces)]
             if not any(result.obstacle for result in results) and math.isfinite(results[0].value):
                 gaps = [_fit(results[0], results[1:], pieces, counted, splitter) for counted in candidates]
         variants.append(gaps)
@@ -293,7 +279,7 @@ def examine(
         for index, counted in enumerate(candidates)
     ]
     if splits_by_row and all(gap > found.tolerance for _, gap, _ in found.gaps):
-        rows = (yield [TrialForward(share, evaluates, tuple(counts))])[0].parts
+        rows = (yield [dataclasses.replace(like, counts=tuple(counts))])[0].parts
         alike = [_gap(whole.value, rows, [counted.weigh(p, splitter) for p in parts]) for counted in candidates if rows]
         # A loss that the model computed itself is the same number whatever rows are taken.
         if alike and min(alike) <= found.tolerance and set(rows) != {whole.value}:
@@ -303,22 +289,28 @@ def examine(
 
 def _try_whole(
     share: Any, parts: Sequence[Any]
-) -> Generator[list[TrialForward], list[TrialOutcome], tuple[TrialOutcome, bool, Evidence | None]]:
-    """Return the outcome of the whole share, whether it ran in eval mode, and the evidence if no other trial is needed."""
-    evaluates = False
-    whole = (yield [TrialForward(share, evaluates)])[0]
+) -> Generator[list[TrialForward], list[TrialOutcome], tuple[TrialOutcome, TrialForward, Evidence | None]]:
+    """Return the outcome of the whole share, the trial that gave it, and the evidence if no other trial is needed."""
+    like = TrialForward(share, False)
+    whole = (yield [like])[0]
     if whole.written and len(parts) > 1:
-        one = (yield [TrialForward(parts[0], evaluates)])[0]
+        one = (yield [dataclasses.replace(like, batch=parts[0])])[0]
         name = find_dependent(whole.written, one.written)
         if name is not None:
             end = Evidence(obstacle=f"it sets its parameter '{name}' by the batch", written=name)
-            return whole, evaluates, end
+            return whole, like, end
     if whole.obstacle is not None:
-        evaluates = True
-        whole = (yield [TrialForward(share, evaluates)])[0]
+        before, like = whole, TrialForward(share, True)
+        whole = (yield [like])[0]
+        if before.obstacle == _DRAWS and (whole.obstacle or "").startswith(RAISED):
+            # A detector gives no terms of a loss in eval mode; what it draws may be a choice of one.
+            like = TrialForward(share, False, ahead=0)
+            again = yield [dataclasses.replace(like, ahead=1), like]
+            if all(a.obstacle is None and _gap(a.value, [before.value], [1.0]) < _SAME for a in again):
+                whole = again[1]
     if whole.obstacle is not None or not math.isfinite(whole.value):
-        return whole, evaluates, Evidence(obstacle=whole.obstacle or f"it is {whole.value}")
-    return whole, evaluates, None
+        return whole, like, Evidence(obstacle=whole.obstacle or f"it is {whole.value}")
+    return whole, like, None
 
 
 def _candidates(share: Any, paths: Sequence[Path], ignored: Sequence[int]) -> list[Counted]:

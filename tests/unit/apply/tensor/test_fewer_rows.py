@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.proof.scope_values import LastDrawn
+from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
-from meshwright.apply.tensor.search.fewer_rows import with_fewer_rows
+from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows, with_fewer_rows
 from meshwright.apply.tensor.search.regions import _ScopeTrial
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.tensor_layout import Cut, Region
@@ -62,3 +66,39 @@ def test_wrong_regions_are_told_without_a_run_on_all_rows() -> None:
         trial.try_quickly(right.replace(cuts={**right.cuts, "narrow.weight": row}))
     assert not trial._made
     assert trial.conditions().prove(right).partial == ()
+
+
+class Reads(Windows):
+    """Tells how many rows each run takes, and does what a test says with its arguments beside."""
+
+    def __init__(self, beside: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, windows: Tensor, mask: Tensor) -> Tensor:
+        _rows.append(len(windows))
+        self.beside(windows)
+        return super().forward(windows, mask)
+
+
+_rows: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("beside", "most"),
+    [
+        (lambda windows: None, 3),
+        (lambda windows: float(windows.shape[0]), 3),
+        (lambda windows: windows.mul(2) if len(windows) > 999 else windows.flip(1).sum(), 20),
+    ],
+)
+def test_what_code_reads_is_found_with_fewer_rows(beside: Callable[[Tensor], Any], most: int) -> None:
+    module, call = Reads(beside), call_of()
+    values = ScopeValues(module)
+    few = experiment_with_fewer_rows(module, call, 2, values, only_asks=True)
+    _rows.clear()
+    found = Experiment(module, call, 2, values=values, only_asks=True).asks(few)
+    assert _rows.count(3072) <= most
+    expected = Experiment(module, call, 2, values=values, only_asks=True).asks()
+    assert (found.sizes, found.values, found.is_same) == (expected.sizes, expected.values, expected.is_same)
+    assert 1024 in found.sizes  # the number of masks is read by `len`

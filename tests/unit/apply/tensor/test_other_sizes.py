@@ -17,9 +17,10 @@ from meshwright.apply.tensor.tensor_layout import Region
 class Mixed(nn.Module):
     """A pair whose entries all meet: it is cut in no way, and has many."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, has_places: bool = False) -> None:
         super().__init__()
         self.heads, self.parts, self.width = heads, 4, width
+        self.places = nn.Embedding(8, heads) if has_places else None
         self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, width)
@@ -27,6 +28,8 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = [layer(x).view(*x.shape[:-1], self.heads, -1) for layer in (self.q, self.k, self.v)]
         mixed = (heads[0] * heads[1]).cumsum(-2) * heads[2].flip(-2)
+        if self.places is not None:
+            mixed = mixed + self.places(torch.arange(x.shape[-2]))[..., None]
         return self.out(self.norm(mixed.flatten(-2)).softmax(-1))
 
 
@@ -49,6 +52,16 @@ def test_what_failed_for_a_scope_is_not_tried_again_in_one_of_another_width(monk
     counts = _proofs(model, monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
     assert counts["0"] > 2 * ALWAYS_TRIED
     assert max(counts["2"], counts["4"]) <= counts["0"] // 3
+
+
+def test_what_failed_is_not_tried_again_where_a_layer_of_the_class_has_one_more_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Mixed(24, 4, has_places=True), Mixed(24, 4))
+    counts = _proofs(model, monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
+    assert counts["0"] > 2 * ALWAYS_TRIED
+    assert counts["1"] <= counts["0"] // 2
 
 
 class Around(nn.Module):

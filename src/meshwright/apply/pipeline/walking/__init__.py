@@ -8,7 +8,7 @@ stand_ins        stand-ins for tensors of other stages
 unit_hooks       dispatch of layer calls to the walk
 user_hooks       users' hooks on layers
 shapes           output shapes of other stages' calls, cached per call
-without_numbers  code run on fake tensors, or on zeros where it needs values
+without_numbers  code run on fake tensors, or on made-up values where it needs some
 remembered       a call of another stage: its results and its writes
 written          tensors that a layer leaves beside its results
 own_state        state of the code between layers, on a rank with several stages

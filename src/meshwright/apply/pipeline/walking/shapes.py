@@ -27,6 +27,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
     NeedsNumbersError,
     find_of_function,
     run_fake,
+    run_on_made_up,
     run_plain,
     zeros_like_meta,
 )
@@ -45,8 +46,9 @@ _MOST_KINDS = 4096
 class Shapes:
     """Descriptions of the results of calls, without values.
 
-    A call whose code needs values runs on zeros in place of other stages' tensors; masks and lengths that come from the inputs
-    alone keep their values. These values can decide shapes, so they are part of the call's signature.
+    A call whose code needs values runs on zeros in place of other stages' tensors, or on other values where it raises on zeros;
+    masks and lengths that come from the inputs alone keep theirs. These can decide shapes, so they are part of the call's
+    signature.
 
     Args:
         twins: Unit's name -> a copy without values that runs in its place: the unit itself may be cut, and exchange.
@@ -81,7 +83,7 @@ class Shapes:
     def find_of_unit(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Known:
-        """Run a unit's call on fake tensors, or on zeros where its code needs values, and cache the result."""
+        """Run a unit's call on fake tensors, or on made-up values where its code needs some, and cache the result."""
         key = self._key(name, module.training, args, kwargs)
         twin = self._twins.get(name)
         scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
@@ -102,7 +104,12 @@ class Shapes:
                     generators.restore()
                     self._needs_numbers.add(name)
                     key = self._key(name, module.training, args, kwargs)
-            return self._remember(key, _run_watched(scene, run, (args, kwargs), module, zeros_like_meta))
+
+            def on_values(make: Callable[[Meta], Tensor]) -> Known:
+                generators.restore()
+                return _run_watched(scene, run, (args, kwargs), module, make)
+
+            return self._remember(key, run_on_made_up(on_values))
         finally:
             if name not in self._drawing:
                 generators.restore()
@@ -179,8 +186,12 @@ def _own_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _laid_out(module: nn.Module) -> Iterator[None]:
-    """Give absent parameters, one number for all entries, real memory inside the context: some kernels require it."""
+def _laid_out(module: nn.Module, make: Callable[[Meta], Tensor]) -> Iterator[None]:
+    """Give absent parameters, one number for all entries, real memory inside the context: some kernels require it.
+
+    Where zeros do not serve, `make` says what is in it.
+    """
+    keeps = make is zeros_like_meta
     own = itertools.chain.from_iterable(
         vars(child).values() for child in module.modules()
     )  # `Holding` keeps them there
@@ -188,10 +199,12 @@ def _laid_out(module: nn.Module) -> Iterator[None]:
         id(value): value for value in (*own, *module.parameters()) if isinstance(value, nn.Parameter)
     }.values()
     absent = [
-        (parameter, parameter.data) for parameter in parameters if parameter.dim() and not any(parameter.stride())
+        (parameter, parameter.data)
+        for parameter in parameters
+        if not any(parameter.stride()) and (parameter.dim() or not keeps)
     ]
     for parameter, data in absent:
-        parameter.data = data.contiguous()
+        parameter.data = data.contiguous() if keeps else make(Meta.of(data))
     try:
         yield
     finally:
@@ -225,7 +238,7 @@ def _run_watched(
         new_args, new_kwargs = substitute_call(*call, stand_in)
         given = [stand_in(tensor) for tensor in scene.given]
         versions = [tensor._version for tensor in given]
-        memory = contextlib.nullcontext() if make is make_fake else _laid_out(module)
+        memory = contextlib.nullcontext() if make is make_fake else _laid_out(module, make)
         with no_cached_tensors(module), _own_buffers(module), hooks_put_back(module.modules()), memory:
             results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)

@@ -1,4 +1,4 @@
-"""Code that takes tensors of other stages, run on fake tensors, or on zeros where it needs values."""
+"""Code that takes tensors of other stages, run on fake tensors, or on values made up where it needs some: zeros first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch import Tensor
 from meshwright._torch_private import FakeTensorError
 from meshwright.apply.pipeline.walking.stand_ins import FAKE_MODE, Meta, make_fake, replace_tensors, value_of
 from meshwright.apply.randomness.sites import in_step
-from meshwright.errors import ApplyError
+from meshwright.errors import ApplyError, MeshwrightError
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
+
+_T = TypeVar("_T")
 
 
 class ReadsValueError(ApplyError):
@@ -37,7 +39,7 @@ def find_of_function(
     try:
         return run_fake(func, *_with_stand_ins((args, kwargs), make_fake)), False
     except NeedsNumbersError as error:
-        results = run_plain(func, *_with_stand_ins((args, kwargs), zeros_like_meta))
+        results = run_on_made_up(lambda make: run_plain(func, *_with_stand_ins((args, kwargs), make)))
         sizes = [tensor.shape for tensor in tensors_in(results)]
         # Sizes that depend on another stage's values would be wrong here: `torch.where(chosen == 3)`.
         if sizes and all(_sizes_with(make, func, args, kwargs) in (None, sizes) for make in (_ones, _ramp)):
@@ -51,13 +53,33 @@ def find_of_function(
         ) from error
 
 
+def run_on_made_up(run: Callable[[Callable[[Meta], Tensor]], _T]) -> _T:
+    """Return what a call gives on zeros in place of other stages' tensors, or on other values where it raises on zeros.
+
+    A check in the code may not hold on zeros: a scale that is divided by, weights to draw from, a matrix to invert. Where it
+    raises on all values, its error on zeros is the answer: the stage that has the real values raises it as well.
+
+    Args:
+        run: Takes what makes a tensor up, and makes the call.
+    """
+    try:
+        return run(zeros_like_meta)
+    except MeshwrightError:
+        raise
+    except Exception:
+        for make in (_spread, _ones):
+            with contextlib.suppress(Exception):
+                return run(make)
+        raise
+
+
 def _sizes_with(
     make: Callable[[Meta], Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Size] | None:
     """Return the sizes of the results where `make` fills other stages' tensors, or None where the function raises."""
     try:
         return [tensor.shape for tensor in tensors_in(run_plain(func, *_with_stand_ins((args, kwargs), make)))]
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, ValueError, AssertionError, ArithmeticError):
         return None
 
 
@@ -76,7 +98,7 @@ _FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log of a call that fails on fake tensors: the call then runs on zeros."""
+    """Silence torch's log of a call that fails on fake tensors: the call then runs on made-up values."""
     was_disabled, _FAKE_LOGGER.disabled = _FAKE_LOGGER.disabled, True
     try:
         yield
@@ -92,7 +114,7 @@ def run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise NeedsNumbersError(type(error).__name__) from error
     except (RuntimeError, TypeError) as error:
         # C++ code that reads a tensor's numbers, an operator whose shapes torch knows for some dtypes (grouped_mm), or, before
-        # torch 2.13, a subclass of Parameter: a TypeError. An error of the user's own code comes again from the run on zeros.
+        # torch 2.13, a subclass of Parameter: a TypeError. An error of the user's own code comes again from the run on values.
         raise NeedsNumbersError(str(error)) from error
 
 
@@ -119,8 +141,19 @@ def zeros_like_meta(meta: Meta) -> Tensor:
         return zeros.requires_grad_().clone()  # no leaf: code may write over it
 
 
+def _spread(meta: Meta) -> Tensor:
+    """Return positive numbers below one that differ, as scales, variances and probabilities do; integers are zeros."""
+    zeros = zeros_like_meta(meta)
+    if not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+        return zeros
+    places = torch.arange(zeros.numel(), device=meta.device, dtype=torch.float64).reshape(meta.shape)
+    with torch.no_grad():
+        return zeros.copy_(0.25 + 0.5 * (places * 0.6180339887).frac())
+
+
 def _ones(meta: Meta) -> Tensor:
-    return torch.ones_like(zeros_like_meta(dataclasses.replace(meta, requires_grad=False)))
+    with torch.no_grad():
+        return zeros_like_meta(meta).fill_(1)
 
 
 def _ramp(meta: Meta) -> Tensor:

@@ -207,6 +207,12 @@ def _follow_sizes(
     return expected, counts if len(own) <= _MAX_SIZES else set(own), found
 
 
+def functions_called(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> list[Any] | None:
+    """Return the functions that the code of a call calls, in order; None where it raises. Arguments as in `ask`."""
+    events = _events(run, *fresh())
+    return None if events is None else [func for func, _ in events]
+
+
 def _with_another(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], size: int) -> list[Event] | None:
     """Return the functions called with one argument size changed: twice as large, or else smaller by one."""
     for other in (2 * size, size - 1):

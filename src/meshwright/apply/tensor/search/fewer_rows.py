@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.guards.asked import sizes_of
+from meshwright.apply.tensor.proof.proof import Experiment
+from meshwright.apply.tensor.proof.scope_values import ScopeValues
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.trees import tensors_in
 
@@ -54,3 +56,16 @@ def with_fewer_rows(call: Call) -> Call | None:
 
     args, kwargs = map_call((call.args, call.kwargs), first)
     return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
+def experiment_with_fewer_rows(
+    module: nn.Module, call: Call, num_tp_ranks: int, values: ScopeValues, *, only_asks: bool = False
+) -> Experiment | None:
+    """Return the experiment with fewer rows of a call; None where it has few, or code knows their number. Arguments as there."""
+    few = with_fewer_rows(call)
+    if few is None:
+        return None
+    try:
+        return Experiment(module, few, num_tp_ranks, values=values, only_asks=only_asks)
+    except Exception:  # noqa: BLE001 - whatever the user's code raises
+        return None

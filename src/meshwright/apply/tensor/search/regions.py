@@ -6,7 +6,6 @@ blocks of one class may hold different activations, or use their own index; unle
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
 from meshwright.apply.tensor.search.deadline import Deadline
-from meshwright.apply.tensor.search.fewer_rows import with_fewer_rows
+from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
 from meshwright.apply.tensor.search.other_sizes import ALWAYS_TRIED, OtherSizes
 from meshwright.apply.tensor.search.passed_on import PassedOn
@@ -61,7 +60,7 @@ class _ScopeTrial:
         self._num_tp_ranks, self._drawn = num_tp_ranks, drawn
         self._made: dict[bool, Conditions] = {}
         self._values: ScopeValues | None = None
-        self._quick: list[Experiment] | None = None
+        self._quick: list[Experiment | None] = []
 
     def try_quickly(self, region: Region) -> None:
         """Try a region on a part of the first call's rows, where it has many.
@@ -69,13 +68,10 @@ class _ScopeTrial:
         Raises:
             DisprovedError: It is wrong there already.
         """
-        if self._quick is None:
-            self._quick = []
-            few = with_fewer_rows(self._calls[0])
-            if few is not None:
-                with contextlib.suppress(Exception):  # code that knows the number of rows
-                    self._quick = [Experiment(self._module, few, self._num_tp_ranks, values=self._shared_values())]
-        if self._quick and not region.inputs:
+        if not self._quick:
+            args = self._module, self._calls[0], self._num_tp_ranks, self._shared_values()
+            self._quick = [experiment_with_fewer_rows(*args)]
+        if self._quick[0] is not None and not region.inputs:
             self._quick[0].prove(region)
 
     def _shared_values(self) -> ScopeValues:

@@ -19,6 +19,7 @@ from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
 from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
+from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import narrow
 from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, pair_of
 from meshwright.apply.tensor.search.regions import Proving
@@ -157,7 +158,8 @@ class Search:
                 own, given = (module, call) if narrowed is None else (narrowed.module, narrowed.calls[0])
                 values = ScopeValues(own, self._drawn)
                 with reads.watched():
-                    asked = Experiment(own, given, self.num_tp_ranks, values=values, only_asks=True).asks()
+                    few = experiment_with_fewer_rows(own, given, self.num_tp_ranks, values, only_asks=True)
+                    asked = Experiment(own, given, self.num_tp_ranks, values=values, only_asks=True).asks(few)
             except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
                 return (tuple(names.values()), 2), False
             asked = (asked.sizes, asked.values, asked.is_same)
