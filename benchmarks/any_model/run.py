@@ -54,8 +54,6 @@ PLANS = {
     "tp2_pp2": ["tp=2,pp=2,micro_batches=2"],
 }
 BOUND = 1e-8
-ROUNDINGS = 4.0
-"""How many times the change by another order of samples is taken for rounding, in models with BatchNorm [ratio]."""
 
 
 _STARTED = time.monotonic()
@@ -115,7 +113,8 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
             verdict = judge(results)
             are_alike = len({result.get("digest") for result in results}) == 1
             if verdict["verdict"] == "wrong" and recipe.get("mixes") and are_alike:
-                verdict = _beside_rounding(verdict, cell.rounding_of(recipe, *shares))
+                # BatchNorm enlarges rounding: a reader sees beside it what another order of samples changes.
+                verdict["rounding"] = cell.rounding_of(recipe, *shares)
     except _LateError:
         verdict = {"verdict": "hung", "text": f"no answer within {limit_s:g} s"}
     except Exception as error:
@@ -126,12 +125,6 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
     if verdict["verdict"] == "hung" and plan.num_ranks in pool._POOL._groups:
         pool._POOL.drop(plan.num_ranks)
     return {**row, **verdict, "seconds": round(time.perf_counter() - begin, 2)}
-
-
-def _beside_rounding(verdict: dict[str, Any], rounding: float) -> dict[str, Any]:
-    """Return the verdict of a model with BatchNorm, which enlarges rounding: beside what another order of samples changes."""
-    is_rounding = verdict["largest"] <= ROUNDINGS * rounding
-    return {**verdict, "rounding": rounding, "verdict": "equal" if is_rounding else "wrong"}
 
 
 @functools.cache
