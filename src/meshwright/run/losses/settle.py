@@ -255,7 +255,11 @@ def enough_samples(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
         return parts[0]
     if not splitter.splits_by_row:
         return None
-    samples = parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])]
+    return join_samples(parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])])
+
+
+def join_samples(samples: Sequence[Any]) -> Any:
+    """Return parts of a batch as one, in this order; None where their tensors do not fit."""
     columns = list(zip(*(tensors_in(sample) for sample in samples), strict=False))
     if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in columns):
         return None
