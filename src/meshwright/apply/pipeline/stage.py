@@ -117,7 +117,7 @@ class Stage:
             result = None
         finally:
             self._under_way.walk = None
-            sent, received = walk.sent, [(leaf, stage) for leaf, stage in walk.received if leaf.requires_grad]
+            sent, received = walk.sent, walk.received
             walk.close()
         self._buffers.settle()
         self._end_forward(micro_batch, way)
