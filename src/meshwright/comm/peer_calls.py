@@ -28,8 +28,8 @@ class PeerCalls(Protocol):
         """Number of the current call's kind and model; 0 between calls."""
         ...
 
-    def different(self, kinds: Mapping[int, int]) -> MeshwrightError:
-        """Return the error for ranks in different calls, from the kind of each, by rank."""
+    def different(self, told: Mapping[int, int]) -> MeshwrightError:
+        """Return the error for ranks in different calls, from `current` of each, by rank."""
         ...
 
     def stand(self, ranks: Sequence[int]) -> MeshwrightError | None:

@@ -170,22 +170,21 @@ class Calls:
         """The kind of the current call and its model, by a number that is equal on all ranks; 0 outside of any."""
         return self.current >> _NUMBERS
 
-    def different(self, kinds: Mapping[int, int]) -> ApplyError:
+    def different(self, told: Mapping[int, int]) -> ApplyError:
         """Return the error for ranks that are in different calls.
 
         Args:
-            kinds: `kind` of each rank, by rank.
+            told: `current` of each rank, by rank.
         """
-        found: dict[int, list[int]] = {}
-        for rank, kind in sorted(kinds.items()):
-            found.setdefault(kind, []).append(rank)
-        return ApplyError(
-            "ranks are in different calls: "
-            + "; ".join(
-                f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)} in {_text_of(k)}" for k, ranks in found.items()
-            ),
-            fix="have every rank run the same calls in the same order: no branch on the rank around apply_plan, a step or a save",
-        )
+        are_of_one_kind = len({call >> _NUMBERS for call in told.values()}) == 1
+        found: dict[str, list[int]] = {}
+        for rank, call in sorted(told.items()):
+            found.setdefault(_text_of(call, with_number=are_of_one_kind), []).append(rank)
+        rows = [f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)} in {text}" for text, ranks in found.items()]
+        fix = "have every rank run the same calls in the same order: no branch on the rank around apply_plan, a step or a save"
+        if are_of_one_kind:
+            fix = "have every rank make each call: one that leaves a call by an exception which it catches alone is a call ahead"
+        return ApplyError(f"ranks are in different calls: {'; '.join(rows)}", fix=fix)
 
     def stand(self, ranks: Sequence[int]) -> MeshwrightError | None:
         """Return the error that names the calls of ranks which do not agree about an exchange; None where they are in one.
@@ -196,14 +195,14 @@ class Calls:
         if self._store is None:
             return None
         self._num_asked += 1
-        kinds: dict[int, int] = {}
+        told: dict[int, int] = {}
         with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, and a rank with it
-            self._store.set(f"stands/{self._num_asked}/{self._rank}", str(self.kind))
+            self._store.set(f"stands/{self._num_asked}/{self._rank}", str(self.current))
             for rank in ranks:
                 key = f"stands/{self._num_asked}/{rank}"
                 self._store.wait([key], _ANSWER_WITHIN)
-                kinds[rank] = int(self._store.get(key))
-        return self.different(kinds) if len({*kinds.values()}) > 1 else None
+                told[rank] = int(self._store.get(key))
+        return self.different(told) if len({*told.values()}) > 1 else None
 
     def others_error(self) -> MeshwrightError | None:
         """Return an error that names the rank that raised in the current call, and its error; None where none is reported."""
@@ -237,12 +236,14 @@ class _PeerCall:
         self._calls.enter(self._outer)
 
 
-def _text_of(kind: int) -> str:
-    """Return the name of a call of this kind, with the model that it is of where it is not the first."""
+def _text_of(call: int, *, with_number: bool) -> str:
+    """Return the name of a call, with the model that it is of where it is not the first, or with its number among its kind."""
+    kind, number = divmod(call, 1 << _NUMBERS)
     if kind == 0:
         return "no call of all ranks"
     model, place = divmod(kind - 1, len(KINDS))
-    return _NAMES[KINDS[place]] + (f" (model {model})" if model > 1 else "")
+    text = _NAMES[KINDS[place]] + (f" (model {model})" if model > 1 else "")
+    return f"{text}, number {number}" if with_number else text
 
 
 def _numbers(ranks: Sequence[int], most: int = 8) -> str:

@@ -111,3 +111,18 @@ def test_a_rank_that_does_not_answer_is_not_named() -> None:
     calls = Calls(0, store)
     with calls.during("step"):
         assert calls.stand([0, 1]) is None
+
+
+def test_a_rank_that_left_a_call_alone_is_named_by_the_calls_number() -> None:
+    store: Any = Store()
+    own, other = Calls(0, store), Calls(1, store)
+    with contextlib.suppress(ValueError), other.during("step", 1):
+        raise ValueError("of the user's loss")
+    with own.during("step", 1), other.during("step", 1):
+        assert other.stand([0, 1]) is None
+        told = own.stand([0, 1])
+    assert told is not None
+    assert (
+        told.message == "ranks are in different calls: rank 0 in model.step, number 1; rank 1 in model.step, number 2"
+    )
+    assert "catches alone" in (told.fix or "")

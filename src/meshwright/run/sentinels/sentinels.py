@@ -168,7 +168,7 @@ class Sentinels:
         """
         engine = self._engine
         if "call" in topics and (calls := engine.everyone.calls) is not None:
-            raise calls.different(dict(enumerate(engine.everyone.all_gather_json(calls.kind, device=engine.device))))
+            raise calls.different(dict(enumerate(engine.everyone.all_gather_json(calls.current, device=engine.device))))
         if "batch" in topics:
             raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
         if "common" in topics:
