@@ -164,7 +164,7 @@ def build_engine(
     if separates(plan) or plan.mode == "data_parallel":
         refuse_shared_memory(module, str(plan), ties_too=separates(plan))
     refuse_embeddings_that_count(module, plan)
-    _refuse_sparse(module, plan)
+    _refuse_sparse(module)
     if plan.mode == "model_parallel":
         return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))
     device = _place(module, plan, devices[0])
@@ -201,16 +201,14 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
             )
 
 
-def _refuse_sparse(module: nn.Module, plan: Plan) -> None:
+def _refuse_sparse(module: nn.Module) -> None:
     """Raise ApplyError for tensors that have no entry for each place: they can be neither copied nor compared as others are."""
-    if plan.num_devices * plan.micro_batches == 1 and plan.micro_batch_size is None:
-        return
     sparse = next(((name, tensor) for name, tensor in _named_tensors(module) if tensor.layout != torch.strided), None)
     if sparse is not None:
         raise ApplyError(
-            f"'{sparse[0]}' is a sparse tensor ({sparse[1].layout}), and the plan '{plan}' copies and compares the model's "
-            "tensors entry by entry",
-            fix="register it dense (tensor.to_dense()), or use the plan 'single'",
+            f"'{sparse[0]}' is a sparse tensor ({sparse[1].layout}), and every plan copies and compares the model's tensors "
+            "entry by entry",
+            fix="register it dense: register_buffer(name, tensor.to_dense())",
         )
 
 

@@ -34,8 +34,7 @@ from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
 from meshwright.run.draw_orders import few, orders, turned
-from meshwright.run.losses.settle import join_samples
-from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome
+from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, join_samples
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
