@@ -286,7 +286,7 @@ SCRIPTS: dict[str, Script] = {
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),
     "over_own_results": Script(OverOwnResults, growing_batch),
-    "sums_up": Script(SumsUp),
+    "sums_up": Script(SumsUp, evaluates=(1,)),
     "memory": Script(Memory, steps=4),
     "resnet_group": Script(lambda: InPlaceCnn("group"), evaluates=(1,)),
     "resnet_batch": Script(lambda: InPlaceCnn("batch"), evaluates=(1,)),
