@@ -192,3 +192,17 @@ def test_what_a_first_evaluation_would_keep_otherwise_is_not_kept(in_eval_mode_t
     assert module.training
     assert all(child.training for child in module.modules())
     assert module.mode is (None if in_eval_mode_too else True)
+
+
+def test_what_a_first_evaluation_keeps_alike_is_kept() -> None:
+    module = Moded()
+    module.mode = True
+    assert settle(module, run, CPU, in_eval_mode_too=True)
+    assert module.is_ready
+    assert module.training
+
+
+def test_layers_that_a_first_evaluation_replaces_alike_are_kept() -> None:
+    module = Replaces()
+    assert settle(module, run, CPU, in_eval_mode_too=True)
+    assert [type(block.inner).__name__ for block in module.blocks] == ["_Fast"] * 4
