@@ -210,6 +210,15 @@ def test_a_number_drawn_on_one_rank_alone_moves_no_masks_apart(plan: str) -> Non
     assert not any(told["messages"] for told in nobody)
 
 
+def test_a_model_that_shares_layers_leaves_another_ones_shares_their_own_numbers() -> None:
+    """Its ranks were told that they stand apart, and went on with one generator: the other model's shares had equal masks."""
+    first, second = testing.run_ranks(jobs.train_beside_shares, 2)
+    assert first["losses"] == second["losses"]
+    assert not first["messages"]
+    assert not second["messages"]
+    assert not set(first["masks"]) & set(second["masks"])
+
+
 @pytest.mark.parametrize("plan", ["single", *PLANS])
 def test_evaluation_changes_nothing_that_is_drawn_later(plan: str) -> None:
     num_ranks = PLANS.get(plan, 1)

@@ -45,6 +45,8 @@ class FirstRun:
         self._whole = whole
         self.pieces = 1
         """How many times as many samples the micro-batch has as the last run took [count]."""
+        self.evaluates = False
+        """Whether the model's first call is an evaluation: what its code then keeps may go by the mode."""
 
     def __call__(self, module: nn.Module) -> Any:
         few, self.pieces = self._take()
@@ -63,6 +65,11 @@ class FirstRun:
 def on_all_samples(run: Run) -> Run:
     """Return what runs a module on all samples of a micro-batch, where `run` takes a few of them."""
     return run.on_all if isinstance(run, FirstRun) else run
+
+
+def begins_in_eval_mode(run: Run) -> bool:
+    """Tell whether one process would run the model's first forward in eval mode."""
+    return isinstance(run, FirstRun) and run.evaluates
 
 
 def tell_everyone(

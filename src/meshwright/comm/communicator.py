@@ -17,7 +17,7 @@ from meshwright._torch_texts import says_peer_gone
 from meshwright.comm import group_calls
 from meshwright.comm.cuts import cut_at
 from meshwright.comm.ledger import Ledger, LedgerEntry
-from meshwright.comm.shm.transport_errors import PeerGoneError, TransportError
+from meshwright.comm.shm.transport_errors import DisagreementError, PeerGoneError, TransportError
 from meshwright.comm.spans import WAIT, Flight
 from meshwright.errors import InternalError, LostPeerError, MeshwrightError
 
@@ -173,6 +173,8 @@ class Communicator:
                     f"{name} over ranks {self._ranks_text()} (axis {self.axis}) failed on rank {self.rank}: {text}",
                     error.group_rank if isinstance(error, PeerGoneError) else -1,
                 ) from error
+            if isinstance(error, DisagreementError) and self.calls and (told := self.calls.stand(self.ranks)):
+                raise told from error
             raise
         finally:
             if recorder is not None:

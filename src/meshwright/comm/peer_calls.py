@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
@@ -14,10 +15,25 @@ class PeerCalls(Protocol):
 
     has_given_up: bool
     """Whether this rank has stopped waiting for others in it."""
+    num_apart: int
+    """Plans that have given ranks generators of their own, the same number on every rank [count]."""
 
     @property
     def current(self) -> int:
         """Number of the current call; 0 between calls."""
+        ...
+
+    @property
+    def kind(self) -> int:
+        """Number of the current call's kind and model; 0 between calls."""
+        ...
+
+    def different(self, told: Mapping[int, int]) -> MeshwrightError:
+        """Return the error for ranks in different calls, from `current` of each, by rank."""
+        ...
+
+    def stand(self, ranks: Sequence[int]) -> MeshwrightError | None:
+        """Return the error for ranks of an exchange about which they do not agree; None where they are in one call."""
         ...
 
     def others_error(self) -> MeshwrightError | None:

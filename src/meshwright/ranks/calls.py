@@ -13,14 +13,14 @@ import contextlib
 import datetime
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
 from meshwright._torch_texts import says_not_yet
 from meshwright.comm.shm.build import loaded_extension
-from meshwright.errors import LostPeerError, MeshwrightError, RankNote, UserCodeError
+from meshwright.errors import ApplyError, LostPeerError, MeshwrightError, RankNote, UserCodeError
 from meshwright.ranks.error_transfer import describe_error
 
 if TYPE_CHECKING:
@@ -30,6 +30,20 @@ __all__: list[str] = []
 
 KINDS = ("apply", "step", "evaluate", "forward", "whole", "gradients", "save", "load", "backward")
 """Calls that all ranks make together, and in which code of the user's may run."""
+_NAMES = {
+    "apply": "apply_plan",
+    "step": "model.step",
+    "evaluate": "model.evaluate",
+    "forward": "model(...)",
+    "whole": "whole_parameters or full_state_dict",
+    "gradients": "a call for whole gradients or their norm",
+    "save": "save_checkpoint",
+    "load": "load_checkpoint",
+    "backward": "model.backward",
+}
+_NUMBERS = 40
+"""Bits that a call's number among those of its kind takes [count]."""
+_ANSWER_WITHIN = datetime.timedelta(seconds=1)
 _MAX_TEXT = 4000
 _LOOK_EVERY = datetime.timedelta(milliseconds=100)
 
@@ -49,8 +63,11 @@ class Calls:
         self.current = 0
         """The call under way, by a number that is equal on all ranks; 0 outside of any."""
         self._failed = 0
+        self._num_asked = 0
         self.num_models = 0
         """Models that plans were applied to, as far as the ranks have compared notes [count]."""
+        self.num_apart = 0
+        """Plans that have given ranks of dp generators of their own, the same number on every rank [count]."""
         self.has_given_up = False
         """Whether an exchange has ended in an error here, or was left behind: the groups are of no use any more."""
         self.hears_of_failure: Callable[[], bool] = lambda: False
@@ -65,7 +82,7 @@ class Calls:
         """
         place = model * len(KINDS) + KINDS.index(kind)
         self._counts[place] += 1
-        return _PeerCall(self, ((place + 1) << 40) + self._counts[place])
+        return _PeerCall(self, ((place + 1) << _NUMBERS) + self._counts[place])
 
     def enter(self, call: int) -> None:
         """Record the call that this rank has entered, or come back to."""
@@ -148,6 +165,45 @@ class Calls:
             return self._store.check([_key(self.current)])
         return False
 
+    @property
+    def kind(self) -> int:
+        """The kind of the current call and its model, by a number that is equal on all ranks; 0 outside of any."""
+        return self.current >> _NUMBERS
+
+    def different(self, told: Mapping[int, int]) -> ApplyError:
+        """Return the error for ranks that are in different calls.
+
+        Args:
+            told: `current` of each rank, by rank.
+        """
+        are_of_one_kind = len({call >> _NUMBERS for call in told.values()}) == 1
+        found: dict[str, list[int]] = {}
+        for rank, call in sorted(told.items()):
+            found.setdefault(_text_of(call, with_number=are_of_one_kind), []).append(rank)
+        rows = [f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)} in {text}" for text, ranks in found.items()]
+        fix = "have every rank run the same calls in the same order: no branch on the rank around apply_plan, a step or a save"
+        if are_of_one_kind:
+            fix = "have every rank make each call: one that leaves a call by an exception which it catches alone is a call ahead"
+        return ApplyError(f"ranks are in different calls: {'; '.join(rows)}", fix=fix)
+
+    def stand(self, ranks: Sequence[int]) -> MeshwrightError | None:
+        """Return the error that names the calls of ranks which do not agree about an exchange; None where they are in one.
+
+        Args:
+            ranks: The ranks of the exchange; each of them calls this.
+        """
+        if self._store is None:
+            return None
+        self._num_asked += 1
+        told: dict[int, int] = {}
+        with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, and a rank with it
+            self._store.set(f"stands/{self._num_asked}/{self._rank}", str(self.current))
+            for rank in ranks:
+                key = f"stands/{self._num_asked}/{rank}"
+                self._store.wait([key], _ANSWER_WITHIN)
+                told[rank] = int(self._store.get(key))
+        return self.different(told) if len({*told.values()}) > 1 else None
+
     def others_error(self) -> MeshwrightError | None:
         """Return an error that names the rank that raised in the current call, and its error; None where none is reported."""
         if not self.has_news() or self._store is None:
@@ -178,6 +234,20 @@ class _PeerCall:
         if error is not None:
             self._calls.left_by(self._number, error)
         self._calls.enter(self._outer)
+
+
+def _text_of(call: int, *, with_number: bool) -> str:
+    """Return the name of a call, with the model that it is of where it is not the first, or with its number among its kind."""
+    kind, number = divmod(call, 1 << _NUMBERS)
+    if kind == 0:
+        return "no call of all ranks"
+    model, place = divmod(kind - 1, len(KINDS))
+    text = _NAMES[KINDS[place]] + (f" (model {model})" if model > 1 else "")
+    return f"{text}, number {number}" if with_number else text
+
+
+def _numbers(ranks: Sequence[int], most: int = 8) -> str:
+    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} others" if len(ranks) > most else "")
 
 
 def _key(call: int) -> str:

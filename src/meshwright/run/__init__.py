@@ -20,6 +20,7 @@ accumulate      GradientAccumulation, for users' own loops
 optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout
 draw_trials     trials by which they are found
+draw_orders     orders of samples that they try
 draws_of_work   random numbers of one step
 gate            refusal of optimizer steps that nothing was exchanged for
 arrivals        refusal of gradients that nothing would exchange

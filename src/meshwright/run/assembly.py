@@ -98,6 +98,7 @@ def build_module(
         )
     _refuse_wrapped(module)
     share = plan.mesh.coordinate(world.rank).dp if plan.mode == "ranks" else 0
+    world.calls.num_apart += plan.mode == "ranks" and plan.dp > 1
     if share > 0:
         torch.manual_seed((seed + 0x9E3779B97F4A7C15 * share) % 2**63)
     return module
@@ -163,6 +164,7 @@ def build_engine(
     if separates(plan) or plan.mode == "data_parallel":
         refuse_shared_memory(module, str(plan), ties_too=separates(plan))
     refuse_embeddings_that_count(module, plan)
+    _refuse_sparse(module)
     if plan.mode == "model_parallel":
         return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))
     device = _place(module, plan, devices[0])
@@ -197,6 +199,17 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
                 fix="renormalise all rows between steps instead (max_norm=None), or use a plan that leaves the batch whole "
                 "(dp=1, pp=1, micro_batches=1)",
             )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    """Raise ApplyError for tensors that have no entry for each place: they can be neither copied nor compared as others are."""
+    sparse = next(((name, tensor) for name, tensor in _named_tensors(module) if tensor.layout != torch.strided), None)
+    if sparse is not None:
+        raise ApplyError(
+            f"'{sparse[0]}' is a sparse tensor ({sparse[1].layout}), and every plan copies and compares the model's tensors "
+            "entry by entry",
+            fix="register it dense: register_buffer(name, tensor.to_dense())",
+        )
 
 
 def _place(module: nn.Module, plan: Plan, device: torch.device) -> torch.device:

@@ -33,7 +33,8 @@ from meshwright.apply.randomness.sites import (
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
-from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome
+from meshwright.run.draw_orders import few, orders, turned
+from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, join_samples
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -43,8 +44,6 @@ _FEW = 2
 """Samples by which a model that draws nothing is known [count]."""
 _NUM_CHANCES = 4
 """Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
-_MOST_TURNED = 6
-"""Calls in which the order of samples is tried one by one; more are tried together [count]."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_TOLERANCE = 5e-2
@@ -228,27 +227,49 @@ class DrawTrials:
             return Evidence()
         found.is_proven = yield from self._prove(found, placed, found.dims)
         merged = [call for call, dims in found.dims.items() if dims.is_merged]
-        for turned in _orders(merged):
+        loops = [call for call, dims in found.dims.items() if dims.loop]
+        for calls in orders(merged, [call for call in loops if found.dims[call].loop > 1]):
             if found.is_proven:
                 break
-            dims = _turned(found.dims, turned)
+            dims = turned(found.dims, calls)
             found.is_proven = yield from self._prove(found, placed, dims)
             if found.is_proven:
                 found.dims.update(dims)
-        if found.is_proven and merged:
-            yield from self._look_for_unseen_orders(found, merged)
+        if found.is_proven and (merged or loops):
+            yield from self._look_for_unseen_orders(found, merged, loops)
         found.by_sample = uses_python and not found.is_proven
         return Evidence()
 
+    def _holds_in_reverse(self, found: DrawsFound) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
+        """Tell whether parts give the whole with the samples in reverse order, too: a loop may go in the order of a value."""
+        count = self._splitter.count
+        num_samples = count(found.share)
+        share = (
+            join_samples(self._splitter.cut(found.share, num_samples)[::-1]) if self._splitter.splits_by_row else None
+        )
+        if share is None:
+            return True
+        parts = self._splitter.cut(share, min(_NUM_PARTS, num_samples))
+        firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
+        whole = yield from self._run([(share, 0)], found.dims)
+        return are_parts(whole[0], (yield from self._run(list(zip(parts, firsts, strict=True)), found.dims)))
+
     def _look_for_unseen_orders(
-        self, found: DrawsFound, merged: Sequence[Call]
+        self, found: DrawsFound, merged: Sequence[Call], loops: Sequence[Call]
     ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
         """Note the calls whose order of samples changes nothing now: noise that a weight of zero scales, for example."""
+        if loops:
+            found.is_proven = yield from self._holds_in_reverse(found)
         (whole,) = yield from self._run([(found.share, 0)], found.dims)
-        for calls in [[call] for call in merged] if len(merged) <= _MOST_TURNED else [list(merged)]:
-            (other,) = yield from self._run([(found.share, 0)], _turned(found.dims, calls))
-            if are_alike(whole.outputs, other.outputs) and whole.loss == other.loss:
-                found.unclear += [f"draw {number} of {called(name)}" for name, number in calls]
+        turns = [[call for call in loops if call[0] == name] for name in dict.fromkeys(name for name, _ in loops)]
+        for group in (few([[call] for call in merged]), few(turns)):
+            for calls in group:
+                other = turned(found.dims, calls)
+                if calls[0] in loops:  # a loop over samples may have any order: other numbers have to change something
+                    other = {call: dims for call, dims in found.dims.items() if call not in calls}
+                (run,) = yield from self._run([(found.share, 0)], other)
+                if are_alike(whole.outputs, run.outputs) and whole.loss == run.loss:
+                    found.unclear += [f"draw {number} of {called(name)}" for name, number in calls]
 
     @staticmethod
     def _note_dims(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
@@ -311,21 +332,6 @@ def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:
         f"draw {n} of {called(name)}" for one in made for (name, n), note in one.notes.items() if note.is_loose
     ]
     return made
-
-
-def _turned(dims: Mapping[Call, SiteDims], calls: Sequence[Call]) -> dict[Call, SiteDims]:
-    """Return sample dims with the samples of these calls in the other order."""
-    return {
-        call: dataclasses.replace(own, is_minor=not own.is_minor) if call in calls else own
-        for call, own in dims.items()
-    }
-
-
-def _orders(merged: Sequence[Call]) -> list[list[Call]]:
-    """Return which merged calls to turn, in the order of the attempts: all, those of the model, those of the loss."""
-    of_loss = [call for call in merged if call[0] == LOSS]
-    of_model = [call for call in merged if call[0] != LOSS]
-    return [list(merged), *([of_model, of_loss] if of_loss and of_model else [])] if merged else []
 
 
 def _is_mean(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:

@@ -220,12 +220,12 @@ class Stepper:
         told = self.engine.everyone.all_gather_json(broken and broken.message, device=self.engine.device)
         raise_first(told, broken, self.engine.everyone.ranks)
 
-    def _prepare(self, parts: list[Any]) -> None:
+    def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:
         if self.engine.is_prepared:
             self._settle_loss(parts)
             return
         self.refuse_early_change()
-        first_run = self._terms.first_run(parts[0]) if parts else None
+        first_run = self._terms.first_run(parts[0], evaluates=evaluates) if parts else None
         with memory_returned():
             if settle_structure(self.engine, first_run, lambda: self._settle_loss(parts)):
                 self._watch()
@@ -375,7 +375,7 @@ class Stepper:
         """Return loss and counts of a global batch without training on it; every rank calls it."""
         engine = self.engine
         parts = self._micro_batches(batch)
-        self._prepare(parts)
+        self._prepare(parts, evaluates=True)
         with in_eval_mode(engine.module):
             weights = [self.rule.known_weight(part) for part in parts]
             self._watch_loss.begin(batch, is_due=False)
@@ -390,6 +390,7 @@ class Stepper:
                 engine.end_forward()
                 if sums.buffers_changed:
                     engine.sync_buffers()
+            self.sentinels.end_draws()
         return {
             "loss": sums.loss,
             "weight": sums.weight,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.first_look import on_all_samples
+from meshwright.apply.first_look import begins_in_eval_mode, on_all_samples
 from meshwright.apply.state.settling import Children, settle
 from meshwright.errors import ApplyError
 
@@ -39,7 +39,9 @@ def settle_structure(engine: Engine, run: Callable[[nn.Module], Any] | None, loo
         before.restore()
     if not any(engine.everyone.all_gather_json(has_changed, device=engine.device)):
         return False
-    settled = None if run is None else settle(module, on_all_samples(run), engine.device)
+    settled = None
+    if run is not None:
+        settled = settle(module, on_all_samples(run), engine.device, in_eval_mode_too=begins_in_eval_mode(run))
     kept = "" if settled is None else settled.digest
     told = engine.everyone.all_gather_json(_digest(module) + kept, device=engine.device)
     if len(set(told)) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, rows
+from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, rows, tanh_block
 from torch import Tensor, nn
 
 
@@ -69,3 +69,18 @@ class OverOwnResults(Cached):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(OverOwnResult() for _ in range(4))
+
+
+class SumsUp(nn.Module):
+    """Layers of the last stage add their results into zeros that the first one has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[1](self.blocks[0](x))
+        total = torch.zeros_like(h)
+        total += self.blocks[2](h * 2)
+        total += self.blocks[3](h * 3)
+        return total

@@ -19,7 +19,7 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
     mixes_later,
     seed_python,
 )
-from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, growing_batch
+from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, SumsUp, growing_batch
 from tests.parity.jobs.never_wrong_pipeline_reads import (
     DeepCache,
     FirstReads,
@@ -286,6 +286,7 @@ SCRIPTS: dict[str, Script] = {
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),
     "over_own_results": Script(OverOwnResults, growing_batch),
+    "sums_up": Script(SumsUp, evaluates=(1,)),
     "memory": Script(Memory, steps=4),
     "resnet_group": Script(lambda: InPlaceCnn("group"), evaluates=(1,)),
     "resnet_batch": Script(lambda: InPlaceCnn("batch"), evaluates=(1,)),

@@ -272,6 +272,27 @@ def train_with_draws(plan: str, draws: str) -> dict[str, Any]:
         logger.removeHandler(handler)
 
 
+def train_beside_shares() -> dict[str, Any]:
+    """Train a tp=2 model with torch's dropout beside one under dp=2, whose ranks have generators of their own."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("meshwright")
+    logger.addHandler(handler)
+    try:
+        build, found, masks = functools.partial(build_net, 0.3), [], []
+        options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "rng": "torch"}
+        with mw.apply_plan(build, "tp=2", **options) as cut, mw.apply_plan(build, "dp=2", **options) as shared:
+            for number in range(3):
+                found.append(cut.step(mw.split_batch(language(8, number), cut)).loss)
+                cut.evaluate(mw.split_batch(language(4, number), cut))
+                masks.append(float(torch.rand(())))
+                shared.step(mw.split_batch(language(8, number), shared))
+        return {"losses": found, "masks": masks, "messages": messages}
+    finally:
+        logger.removeHandler(handler)
+
+
 def train_with_evaluation(plan: str, evaluates: bool) -> list[float]:
     """Train with dropout, with or without evaluations between the steps."""
     build = build_net_that_drops_between if plan.startswith("pp") else functools.partial(build_net, 0.3)

@@ -165,3 +165,44 @@ def test_a_module_that_counts_from_its_first_forward_on_is_not_kept() -> None:
     module = _PutsIn()
     assert settle(module, run, CPU) is None
     assert type(module.inner) is nn.Identity
+
+
+class Moded(nn.Module):
+    """Keeps the mode of its first forward, and that it has run while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.is_ready = False
+        self.mode: bool | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.mode is None:
+            self.mode = self.training
+        self.is_ready = True
+        return self.layer(inputs) * (2 if self.mode else 1)
+
+
+@pytest.mark.parametrize("in_eval_mode_too", [False, True])
+def test_what_a_first_evaluation_would_keep_otherwise_is_not_kept(in_eval_mode_too: bool) -> None:
+    """A first forward of one process that is an evaluation keeps another mode; the look trains."""
+    module = Moded()
+    settled = settle(module, run, CPU, in_eval_mode_too=in_eval_mode_too)
+    assert (settled is None) is in_eval_mode_too
+    assert module.training
+    assert all(child.training for child in module.modules())
+    assert module.mode is (None if in_eval_mode_too else True)
+
+
+def test_what_a_first_evaluation_keeps_alike_is_kept() -> None:
+    module = Moded()
+    module.mode = True
+    assert settle(module, run, CPU, in_eval_mode_too=True)
+    assert module.is_ready
+    assert module.training
+
+
+def test_layers_that_a_first_evaluation_replaces_alike_are_kept() -> None:
+    module = Replaces()
+    assert settle(module, run, CPU, in_eval_mode_too=True)
+    assert [type(block.inner).__name__ for block in module.blocks] == ["_Fast"] * 4

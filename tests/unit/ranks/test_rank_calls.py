@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ class Store:
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.held for key in keys)
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value
+
+    def wait(self, keys: list[str], _: Any) -> None:
+        if not self.check(keys):
+            raise RuntimeError("timed out")
 
     def get(self, key: str) -> bytes:
         return self.held[key].encode()
@@ -74,3 +82,47 @@ def test_ranks_that_wait_in_the_call_that_another_has_left_learn_who_is_missing(
     assert isinstance(told, LostPeerError)
     assert (told.rank, told.peer) == (0, 2)
     assert "rank 2 gives no sign of life" in told.message
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (("step", "evaluate"), "rank 0 in model.step; rank 1 in model.evaluate (model 2)"),
+        (("save", ""), "rank 0 in save_checkpoint; rank 1 in no call of all ranks"),
+        (("step", "step"), ""),
+    ],
+)
+def test_ranks_that_do_not_agree_about_an_exchange_name_their_calls(kinds: tuple[str, str], words: str) -> None:
+    store: Any = Store()
+    own, other = Calls(0, store), Calls(1, store)
+    with contextlib.ExitStack() as entered:
+        for calls, kind in zip((own, other), kinds, strict=True):
+            if kind:
+                entered.enter_context(calls.during(kind, 2 if kind == "evaluate" else 1))
+        assert other.stand([0, 1]) is None  # rank 0 has not answered yet
+        told = own.stand([0, 1])
+    assert (told is None) is (not words)
+    if told is not None:
+        assert told.message == f"ranks are in different calls: {words}"
+
+
+def test_a_rank_that_does_not_answer_is_not_named() -> None:
+    store: Any = Store()
+    calls = Calls(0, store)
+    with calls.during("step"):
+        assert calls.stand([0, 1]) is None
+
+
+def test_a_rank_that_left_a_call_alone_is_named_by_the_calls_number() -> None:
+    store: Any = Store()
+    own, other = Calls(0, store), Calls(1, store)
+    with contextlib.suppress(ValueError), other.during("step", 1):
+        raise ValueError("of the user's loss")
+    with own.during("step", 1), other.during("step", 1):
+        assert other.stand([0, 1]) is None
+        told = own.stand([0, 1])
+    assert told is not None
+    assert (
+        told.message == "ranks are in different calls: rank 0 in model.step, number 1; rank 1 in model.step, number 2"
+    )
+    assert "catches alone" in (told.fix or "")

@@ -113,6 +113,36 @@ class InTurn(Base):
         return torch.stack(found)
 
 
+class TimeFirst(Base):
+    """Draws for each entry of the sequences, and inside of that for each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = [torch.stack([torch.rand(WIDTH, dtype=x.dtype) for _ in x]) for _ in range(LENGTH)]
+        return self.layer(x * torch.stack(noise, 1))
+
+
+class Reversed(Base):
+    """Draws for each sample, the last one first; a weight of zero scales the numbers at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = [torch.rand(WIDTH, dtype=x.dtype) for _ in reversed(range(len(x)))][::-1]
+        return self.layer(x + self.weight * torch.stack(noise).unsqueeze(1))
+
+
+class ByValue(Base):
+    """Draws for each sample, in the order of their first entries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = x.new_zeros(len(x), 1, WIDTH)
+        for index in x[:, 0, 0].argsort().tolist():
+            noise[index] = torch.rand(WIDTH, dtype=x.dtype)
+        return self.layer(x + noise)
+
+
 class ForSome(Base):
     """Draws for each sample whose first entry is not zero."""
 
@@ -159,6 +189,7 @@ def _train(
     ("kind", "words"),
     [
         (Scaled, "does not show in what order draw 0 of the model itself holds the samples"),
+        (Reversed, "does not show in what order draw 0 of the model itself holds the samples"),
         (OwnGenerator, "a generator that the model's code keeps"),
         (InThread, "where it cannot be seen"),
         (InBackward, "code that runs in backward draws"),
@@ -178,6 +209,21 @@ def test_draws_of_a_loop_over_samples_are_known_by_the_sample(line: str) -> None
     losses, reasons = _train(InTurn, line, batches=batches * 2)
     assert losses == pytest.approx(expected, rel=FLOAT64)
     assert not [reason for reason in reasons if "rng" in reason]
+
+
+def test_draws_of_a_loop_around_one_over_samples_are_known_by_the_sample() -> None:
+    batch = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected, _ = _train(TimeFirst, "single", batches=[batch, batch[:5]])
+    losses, reasons = _train(TimeFirst, "micro_batches=3", batches=[batch, batch[:5]])
+    assert losses == pytest.approx(expected, rel=FLOAT64)
+    assert not [reason for reason in reasons if "rng" in reason]
+
+
+def test_a_loop_in_the_order_of_values_is_told_where_the_first_batch_is_in_that_order() -> None:
+    first = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    first[:, 0, 0] = torch.arange(SAMPLES)
+    reasons = _train(ByValue, "micro_batches=3", batches=[first])[1]
+    assert any("did not give the outputs of the whole" in reason for reason in reasons)
 
 
 def test_a_loop_that_leaves_samples_out_later_is_told() -> None:

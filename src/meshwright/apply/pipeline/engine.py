@@ -294,7 +294,10 @@ class PipelineEngine(OuterEngine):
         try:
             with torch.no_grad():
                 with collector.together(lambda: self._tell_stages(1)):
-                    found = {i: stage.forward(0, lambda m: m(*args, **kwargs)) for i, stage in sorted(stages.items())}
+                    found = {
+                        index: stage.forward(0, lambda m, stage=stage: stage.own_results(m(*args, **kwargs)))
+                        for index, stage in sorted(stages.items())
+                    }
                 self._post.finish()
                 outputs = collector.outputs(found, stages[min(found)].home_of, self._rank_of_stage)
         except Exception:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.first_look import on_all_samples, tell_everyone
+from meshwright.apply.first_look import begins_in_eval_mode, on_all_samples, tell_everyone
 from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.observation import observe
 from meshwright.apply.state.settling import settle
@@ -50,7 +50,9 @@ def see_calls(
 
     flow = Flow.from_json(tell_everyone(group, device, module, run, look))
     if flow.shared and not on_copy and all(group.all_gather_json(run is not None, device=device)):
-        settled = None if run is None else settle(module, on_all_samples(run), device)
+        settled = None
+        if run is not None:
+            settled = settle(module, on_all_samples(run), device, in_eval_mode_too=begins_in_eval_mode(run))
         told = group.all_gather_json(settled and settled.digest, device=device)
         if settled is not None and len(set(told)) > 1:
             settled.undo()  # ranks have different samples, and have kept different things

@@ -28,6 +28,7 @@ from meshwright.apply.pipeline.walking.unit_hooks import UnderWay
 from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError
 from meshwright.apply.randomness.sites import begin_again
 from meshwright.comm.ledger import Ledger
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
@@ -117,7 +118,7 @@ class Stage:
             result = None
         finally:
             self._under_way.walk = None
-            sent, received = walk.sent, [(leaf, stage) for leaf, stage in walk.received if leaf.requires_grad]
+            sent, received = walk.sent, walk.received
             walk.close()
         self._buffers.settle()
         self._end_forward(micro_batch, way)
@@ -157,6 +158,16 @@ class Stage:
         """Return the stage that computes a tensor returned by `forward`; the last stage for one that every stage computes."""
         value = value_of(tensor)
         return self._map.num_stages - 1 if value is None or value.home is None else value.home
+
+    def own_results(self, results: Any) -> Any:
+        """Return a forward's results, with the tensors of this stage where its code holds stand-ins that it has written into."""
+
+        def own(tensor: Tensor) -> Tensor:
+            value = value_of(tensor)
+            held = None if value is None or value.home != self.index else value.real
+            return tensor if held is None else held
+
+        return map_tensors(results, own)
 
     def backward(self, micro_batch: int, root: tuple[Tensor, Tensor | None] | None) -> None:
         """Run this stage's backward; in halves, only the half that other stages wait for.

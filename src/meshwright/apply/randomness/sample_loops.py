@@ -1,7 +1,8 @@
 """Loops over samples: draws that code makes for one sample after the other, each known by its sample and its place in the turn.
 
 A loop draws as many times for each sample, so that a module's draws are a fixed number of times the samples, in the whole batch
-and in each part of it. Draw 7 of a loop with three draws a turn is then the second of sample 2.
+and in each part of it. Draw 7 of a loop with three draws a turn is then the second of sample 2. Where the samples are the inner
+loop (`is_minor`), three times four samples say, it is the second draw of sample 3.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def in_turn(call: Call, dims: Mapping[Call, SiteDims], num_samples: int) -> tupl
     first = dims.get((call[0], 0))
     if first is None or not first.loop or call[1] >= first.loop * num_samples:
         return call, None
-    sample, place = divmod(call[1], first.loop)
+    if first.is_minor:
+        place, sample = divmod(call[1], num_samples)
+    else:
+        sample, place = divmod(call[1], first.loop)
     return (call[0], place), sample
 
 

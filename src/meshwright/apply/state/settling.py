@@ -64,13 +64,16 @@ class Settled:
     """Makes the model as it was before."""
 
 
-def settle(module: nn.Module, run: Callable[[nn.Module], Any], device: torch.device) -> Settled | None:
+def settle(
+    module: nn.Module, run: Callable[[nn.Module], Any], device: torch.device, *, in_eval_mode_too: bool = False
+) -> Settled | None:
     """Run a model four times and keep what has settled: children, hooks and plain attributes; restore all else.
 
     Args:
         module: The model, before a strategy has changed it.
         run: Runs it and its loss on a micro-batch, and returns its outputs.
         device: Its device.
+        in_eval_mode_too: Whether the same has to settle in eval mode, since one process would begin with an evaluation.
 
     Returns:
         What was kept; None where nothing has settled, or the settled model does not compute what the first forwards have.
@@ -84,7 +87,10 @@ def settle(module: nn.Module, run: Callable[[nn.Module], Any], device: torch.dev
         state.put(kept := state.merged(*seen))
         if _names_of(module) == names and state.may_keep() and is_still and state.read() != state.then:
             again, _, _ = _run_twice(module, run, device, state)
-            if _are_alike(outputs, again):
+            is_right = _are_alike(outputs, again)
+            if is_right and in_eval_mode_too:
+                is_right = _are_equal(kept, _settled_in_eval_mode(module, run, device, state))
+            if is_right:
                 state.put(kept)
                 return Settled(state.digest(), lambda: state.put(state.then))
     except BaseException:
@@ -123,6 +129,34 @@ def _run_twice(
         for one, other in zip(*made, strict=False)
     )
     return outputs, seen, is_still
+
+
+def _settled_in_eval_mode(
+    module: nn.Module, run: Callable[[nn.Module], Any], device: torch.device, state: _State
+) -> list[dict[Any, Any]]:
+    """Return what would settle if the first forwards ran in eval mode, from the state before."""
+    modes = [(child, child.training) for child in module.modules()]
+    state.put(state.then)
+    module.eval()
+    try:
+        _, seen, _ = _run_twice(module, run, device, state)
+    finally:
+        for child, mode in modes:
+            child.training = mode
+    return state.merged(*seen)
+
+
+def _are_equal(one: list[dict[Any, Any]], other: list[dict[Any, Any]]) -> bool:
+    """Tell whether two states have the same entries, but for the mode; what was made twice is known by its text."""
+
+    def are_alike(a: Any, b: Any) -> bool:
+        is_made = callable(a) and callable(b) and not isinstance(a, Tensor)
+        return _are_same(a, b) or (is_made and _text_of(a) == _text_of(b))
+
+    return all(
+        own.keys() == theirs.keys() and all(key == "training" or are_alike(own[key], theirs[key]) for key in own)
+        for own, theirs in zip(one, other, strict=True)
+    )
 
 
 def _are_alike(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:

@@ -20,9 +20,9 @@ from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import own_generator_error, refusal_of
-from meshwright.run.losses.trials import Evidence, examine, second_sample
+from meshwright.run.losses.trials import Evidence, examine, join_samples, second_sample
 from meshwright.run.losses.weights import Counted, Guard
-from meshwright.trees import map_tensors, move_to, tensors_in
+from meshwright.trees import move_to, tensors_in
 
 __all__: list[str] = []
 
@@ -255,12 +255,7 @@ def enough_samples(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
         return parts[0]
     if not splitter.splits_by_row:
         return None
-    samples = parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])]
-    columns = list(zip(*(tensors_in(sample) for sample in samples), strict=False))
-    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in columns):
-        return None
-    joined = iter([torch.cat(column) if column[0].dim() > 0 else column[0] for column in columns])
-    return map_tensors(samples[0], lambda _: next(joined))
+    return join_samples(parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])])
 
 
 # -- the decision ---------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class LossTerms:
             self.watch.failure = foreign_error(foreign[0], engine.switch.moment.plan) if foreign else None
         self._has_looked_at_graph = self.watch.failure is None
 
-    def first_run(self, part: Any) -> FirstRun:
+    def first_run(self, part: Any, *, evaluates: bool = False) -> FirstRun:
         """Return what runs a module and its loss on a few samples of a first micro-batch, and returns its outputs."""
 
         def take() -> tuple[Any, int]:
@@ -93,7 +93,9 @@ class LossTerms:
             is_one = self._splitter.splits_by_row and self._splitter.count(few) == 1
             return repeat_call(few, 1, 2, along_samples=True) if is_one else None
 
-        return FirstRun(self._try_out, take, repeat, part)
+        run = FirstRun(self._try_out, take, repeat, part)
+        run.evaluates = evaluates
+        return run
 
     def _try_out(self, module: nn.Module, few: Any) -> Any:
         few = own_copy(few)

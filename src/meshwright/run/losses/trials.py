@@ -377,6 +377,15 @@ def _describe(whole: TrialOutcome, outcomes: Sequence[TrialOutcome], counts: Seq
     return f"{whole.value:.6g} over {sum(counts)} samples of the first batch, and {values} over parts of {sizes}"
 
 
+def join_samples(samples: Sequence[Any]) -> Any:
+    """Return parts of a batch as one, in this order; None where their tensors do not fit."""
+    columns = list(zip(*(tensors_in(sample) for sample in samples), strict=False))
+    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in columns):
+        return None
+    joined = iter([torch.cat(column) if column[0].dim() > 0 else column[0] for column in columns])
+    return map_tensors(samples[0], lambda _: next(joined))
+
+
 def second_sample(sample: Any) -> Any:
     """Return another sample made from one: its rows are rolled by one place, which changes no value."""
     return map_tensors(sample, lambda t: torch.roll(t, 1, 1) if t.dim() > 1 else t)

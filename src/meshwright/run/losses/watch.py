@@ -152,7 +152,7 @@ class LossWatch:
 
     def look(self, outputs: Any, part: Any) -> None:
         """Compare the loss of a micro-batch with the losses of its parts, if this batch is checked; keep what it finds."""
-        if not self._wanted or self.failure is not None or self._rule.loss_fn is None:
+        if not (self._wanted and self.is_on) or self.failure is not None or self._rule.loss_fn is None:
             return
         # Outside the forward, since pipeline stages would send each other the tensors that it reads.
         with warnings.catch_warnings(action="ignore"), without_function_modes(), self._undisturbed():
@@ -219,12 +219,21 @@ class LossWatch:
             return None
         gap = _gap(whole, values, [self._rule.known_weight(each[1]) for each in parts])
         dtypes = {tensor.dtype for tensor in tensors_in(pair[0]) if tensor.is_floating_point()}
-        if gap <= max((_TOLERANCES.get(dtype, _LOW_TOLERANCE) for dtype in dtypes), default=1e-4):
+        tolerance = max((_TOLERANCES.get(dtype, _LOW_TOLERANCE) for dtype in dtypes), default=1e-4)
+        if gap <= tolerance:
             return None
+        told = ", ".join(f"{value:.6g}" for value in values)
+        if is_first and _is_total(
+            whole, values, tolerance
+        ):  # a loss that could not be tried, since the model draws: a VAE's
+            return ApplyError(
+                f"what loss_fn returned is a sum over samples, not their mean: it is {whole:.6g} over {count} samples, and "
+                f"{told} over parts of {sizes[0]} and {sizes[1]}, and this plan takes the batch part by part",
+                fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean",
+            )
         if is_first:
             self.is_on = False  # the model's own forward had no such difference: its outputs are not one row a sample
             return None
-        told = ", ".join(f"{value:.6g}" for value in values)
         return ApplyError(
             "what loss_fn returned for this batch is not a mean over samples, as it was for the first batch: it is "
             f"{whole:.6g} over {count} samples, and {told} over parts of {sizes[0]} and {sizes[1]}, so that the parts which "
@@ -292,6 +301,12 @@ def _joined(first: tuple[Any, Any], second: tuple[Any, Any], rows: Mapping[int, 
     pairs = iter(columns[1])
     part = map_tensors(second[1], lambda tensor: torch.cat(next(pairs)) if tensor.dim() else (next(pairs), tensor)[1])
     return outputs, part
+
+
+def _is_total(whole: float, values: Sequence[float | None], tolerance: float) -> bool:
+    """Tell whether a loss is the sum of those of its parts."""
+    known = [value for value in values if value is not None]
+    return abs(math.fsum(known) - whole) <= tolerance * max(map(abs, known), default=0.0)
 
 
 def _gap(whole: float, values: Sequence[float | None], weights: Sequence[float]) -> float:

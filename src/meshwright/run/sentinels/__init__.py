@@ -9,6 +9,7 @@ settings      settings that must be equal
 name_orders   orders of names in lists, taken from the first rank
 code_digest   digests of functions and classes
 batch_check   different batches on ranks that share layers, equal ones on ranks that do not
+common_draws  generators that ranks have in common
 copies_check  copies compared bit by bit
 imprint       sums that detect a changed entry
 writes        writes between steps

@@ -35,6 +35,7 @@ from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings
 from meshwright.run.sentinels.batch_check import raise_different_batches, warn_of_equal_shares
 from meshwright.run.sentinels.circles import Circle
+from meshwright.run.sentinels.common_draws import CommonDraws
 from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
 from meshwright.run.sentinels.digest import digest_batch, digest_rng, digest_text
 from meshwright.run.sentinels.name_orders import require_equal_in_order
@@ -89,7 +90,7 @@ class Sentinels:
         self._compares_outcome = True
         self._batch: Any = None
         self._found: list[str] = []
-        self._has_warned_of_draws = False
+        self._common = CommonDraws(engine, self._drawing, self._sharing)
         self._autocast = ""
         # Reading their states takes longer than torch's, so only where the model's code can draw from them.
         self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
@@ -133,6 +134,8 @@ class Sentinels:
         """
         self._autocast = repr(autocast)
         found: list[Saying] = []
+        if (calls := self._engine.everyone.calls) is not None and not self._everyone.is_alone:
+            found.append(Saying("call", self._everyone, calls.kind))
         if not self._drawing.is_alone:
             state = RandomState.read(self._engine.device)
             found.append(Saying("draws", self._drawing, digest_rng(state.cpu, state.cuda)))
@@ -164,6 +167,8 @@ class Sentinels:
             CorruptionError: Something else differs.
         """
         engine = self._engine
+        if "call" in topics and (calls := engine.everyone.calls) is not None:
+            raise calls.different(dict(enumerate(engine.everyone.all_gather_json(calls.current, device=engine.device))))
         if "batch" in topics:
             raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
         if "common" in topics:
@@ -171,46 +176,14 @@ class Sentinels:
             settings.raise_different(engine.everyone, rows, engine.device)
             findings = self._compare_outcome(*self._outcome, step=self._step - 1)
             self._report([*compare_copies(engine, self._optimizer), *findings])  # the loss function's settings say more
-            self._compares_outcome = (
-                False  # compared only at sentinels from here on: it differs by the order of additions, or was reported
-            )
+            # Compared only at sentinels from here on: it differs by the order of additions, or was reported.
+            self._compares_outcome = False
         if "written" in topics:
             self._report(self._watch.compare(engine.everyone, self._mesh))
         if "draws" in topics:
-            self._draw_together()
+            self._common.draw_together(self._step)
         if "python" in topics:
-            self._draw_python_together()
-
-    def _draw_together(self) -> None:
-        """Set the generators of ranks that share layers to those of the first of them."""
-        engine = self._engine
-        state = RandomState.read(engine.device)
-        parts = [state.cpu] if state.cuda is None else [state.cpu, state.cuda]
-        own = torch.cat(parts)
-        states = [part.cpu() for part in engine.everyone.all_gather(own.to(engine.device))]
-        leader = states[self._drawing.ranks[0]]
-        if not self._has_warned_of_draws and not torch.equal(leader, own):
-            self._has_warned_of_draws = True
-            _LOG.warning(
-                "step %d: torch's generator on rank %d stands elsewhere than on rank %d, with which it shares layers: one of "
-                "them has drawn numbers that the other has not. It goes on with those of rank %d, here and in later steps",
-                *(self._step, self._drawing.rank, self._drawing.ranks[0], self._drawing.ranks[0]),
-            )
-        cpu, cuda = leader[: state.cpu.numel()], leader[state.cpu.numel() :]
-        RandomState(cpu, None if state.cuda is None else cuda).restore(engine.device)
-
-    def _draw_python_together(self) -> None:
-        """Set Python's and NumPy's generators of ranks that share a batch to those of the first of them."""
-        told = self._engine.everyone.all_gather_json(PythonState().to_json(), device=self._engine.device)
-        leader, own = self._sharing.ranks[0], told[self._sharing.rank]
-        if not self._has_warned_of_draws and told[leader] != own:
-            self._has_warned_of_draws = True
-            _LOG.warning(
-                "step %d: Python's or NumPy's generator on rank %d stands elsewhere than on rank %d, with which it shares a "
-                "batch. It goes on with the numbers of rank %d, here and in later steps",
-                *(self._step, self._sharing.rank, leader, leader),
-            )
-        PythonState.from_json(told[leader]).restore()
+            self._common.draw_python_together(self._step)
 
     # -- a sentinel -------------------------------------------------------------------------------------------------
 
@@ -261,11 +234,16 @@ class Sentinels:
 
     def end_step(self, loss: float, norm: float) -> list[str]:
         """Record the end of a step; return its findings as texts."""
+        self.end_draws()
         if self.is_watching:
             self._outcome = (loss, norm)
             self._watch.note(keeps_imprint=(self._step + 1) % self._every == 0)
         self._batch = None
         return self._found
+
+    def end_draws(self) -> None:
+        """Give this rank its generator back, where it drew with those of another model's ranks."""
+        self._common.give_back()
 
     def forget_state(self) -> None:
         """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""

@@ -142,12 +142,13 @@ class Bookkeeping(TorchFunctionMode):
                     fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
                 )
             meta = Meta.of(value.stand_in)
-            tensor = leaf = self._mail.receive(meta, value.home)
+            tensor = self._mail.receive(meta, value.home)
             if meta.requires_grad and torch.is_grad_enabled():
                 leaf, tensor = with_leaf(tensor)
+                # Only these: a write in place may give any other one a gradient, which its stage does not wait for.
+                self.received.append((leaf, value.home))
             value.receive(tensor)
             self._taken.append(value)
-            self.received.append((leaf, value.home))
             self._memory.note_copy(value, tensor)
         return tensor
 

@@ -1,0 +1,42 @@
+"""Orders of samples among draws: which ones to try where the one that is supposed does not give the outputs of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from meshwright.apply.randomness.names import LOSS
+from meshwright.apply.randomness.sample_dims import Call, SiteDims
+
+__all__: list[str] = []
+
+_MOST_TURNED = 6
+"""Calls in which the order of samples is tried one by one; more are tried together [count]."""
+
+
+def turned(dims: Mapping[Call, SiteDims], calls: Sequence[Call]) -> dict[Call, SiteDims]:
+    """Return sample dims with the samples of these calls in the other order; of loops, any kind of draw may stand in a turn."""
+    return {
+        call: dataclasses.replace(own, is_minor=not own.is_minor, kind="" if own.loop else own.kind)
+        if call in calls
+        else own
+        for call, own in dims.items()
+    }
+
+
+def few(groups: list[list[Call]]) -> list[list[Call]]:
+    """Return groups of calls to try one after the other, or all together where they are many."""
+    return groups if len(groups) <= _MOST_TURNED else [[call for group in groups for call in group]]
+
+
+def orders(merged: Sequence[Call], loops: Sequence[Call] = ()) -> list[list[Call]]:
+    """Return which calls to turn, in the order of the attempts: merged ones, those of the model, of the loss, loops, and all.
+
+    Args:
+        merged: Calls whose samples lie beside other entries.
+        loops: Those of loops over samples with several draws for each.
+    """
+    of_loss = [call for call in merged if call[0] == LOSS]
+    of_model = [call for call in merged if call[0] != LOSS]
+    orders = [[*merged], *([of_model, of_loss] if of_loss and of_model else []), [*loops], [*merged, *loops]]
+    return [order for place, order in enumerate(orders) if order and order not in orders[:place]]

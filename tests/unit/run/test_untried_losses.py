@@ -1,0 +1,93 @@
+"""Losses of models that draw whenever they run, which no trial can judge; rows that are no samples; sparse buffers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tests.tolerances import FLOAT64
+from torch import Tensor, nn
+
+import meshwright as mw
+
+SAMPLES, WIDTH = 6, 3
+
+
+class Drawing(nn.Module):
+    """Draws while it trains and while it evaluates, as variational autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.randn_like(x)
+
+
+class Turned(nn.Module):
+    """Gives as many rows as a micro-batch has samples, each of another place of the sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).transpose(0, 1)
+
+
+class Sparse(nn.Module):
+    """Keeps a sparse matrix, as graph networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("adjacency", torch.eye(WIDTH).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _total(outputs: Tensor, batch: Any) -> Tensor:
+    return (outputs - batch[1]).square().sum()
+
+
+def _mean(outputs: Tensor, batch: Any) -> Tensor:
+    return (outputs - batch[1]).square().sum((1,)).mean()
+
+
+def _turned(outputs: Tensor, batch: Any) -> Tensor:
+    return (outputs.transpose(0, 1) - batch[1]).square().mean()
+
+
+def _build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def _losses(kind: type[nn.Module], line: str, loss: Any) -> list[float]:
+    inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(functools.partial(_build, kind), line, loss_fn=loss, optimizer=sgd, seed=3) as model:
+        return [model.step((inputs, targets)).loss for _ in range(3)]
+
+
+def test_a_sum_of_a_model_that_always_draws_is_refused_in_the_first_step() -> None:
+    """The watch took a first difference for outputs of another form, and two ranks trained with half the gradient."""
+    with pytest.raises(mw.ApplyError, match="a sum over samples, not their mean") as refused:
+        _losses(Drawing, "micro_batches=2", _total)
+    assert "meshwright.Loss(loss, num_samples)" in str(refused.value)
+    fixed = _losses(Drawing, "micro_batches=2", lambda outputs, batch: mw.Loss(_total(outputs, batch), len(batch[1])))
+    assert fixed == pytest.approx(_losses(Drawing, "single", _mean), rel=FLOAT64)
+
+
+def test_outputs_whose_rows_are_no_samples_are_not_taken_for_them_in_the_second_micro_batch() -> None:
+    assert _losses(Turned, "micro_batches=2", _turned) == pytest.approx(_losses(Turned, "single", _turned), rel=FLOAT64)
+
+
+@pytest.mark.parametrize("line", ["single", "micro_batches=2"])
+def test_a_sparse_buffer_is_refused_by_name(line: str) -> None:
+    with pytest.raises(mw.ApplyError, match="'adjacency' is a sparse tensor") as refused:
+        _losses(Sparse, line, _mean)
+    assert "to_dense" in str(refused.value)
