@@ -19,6 +19,15 @@ def test_hooks_that_a_forward_registers_are_there_once(hooks: str) -> None:
     testing.assert_parity(found["state"], wanted["state"], FLOAT64)
 
 
+def test_a_hook_on_a_weight_that_was_gathered_for_one_call_is_refused_at_the_next() -> None:
+    for outcome in testing.run_outcomes(jobs.steps, 2, "tp=2", "square", "once"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "has registered once on 'up.weight'" in str(outcome.error)
+    wanted = jobs.plain_steps("square", "each")
+    for found in testing.run_ranks(jobs.steps, 2, "tp=2", "square", "each"):
+        testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+
+
 def test_a_penalty_on_gradients_inside_of_the_loss_is_tried_with_its_graph() -> None:
     found, wanted = jobs.steps(PARTS, "each", "none"), jobs.plain_steps("each", "none")
     assert found["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64)
