@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("checkout")
     parser.add_argument("--plans", default="dp=2; dp=2,zero=3; tp=2")
     parser.add_argument("--only", default="", help="tests whose name has this text")
+    parser.add_argument("--names", help="a file with the names of tests to run, one a line")
     parser.add_argument("--json", required=True)
     parser.add_argument("--again", action="store_true", help="run again what has not passed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no group of tests after so long")
@@ -208,6 +209,9 @@ def main() -> None:
     applying = [
         name for name, outcome in table["transformers"].items() if outcome[0] == "passed" and given.only in name
     ]
+    if given.names:
+        wanted = Path(given.names).read_text().split()
+        applying = [name for name in applying if name in wanted]
     for plan in (text.strip() for text in given.plans.split(";")):
 
         def keep(found: Any, plan: str = plan) -> None:
