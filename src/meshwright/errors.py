@@ -294,6 +294,27 @@ def rank_of(error: BaseException) -> int | None:
     return next((note.rank for note in getattr(error, "__notes__", ()) if isinstance(note, RankNote)), None)
 
 
+def closest_word(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that was probably meant: one that is written much alike, or the only one that has the word as a part.
+
+    Args:
+        word: What was written.
+        choices: What could have been meant.
+
+    >>> closest_word("micro_batch", ["micro_batches", "dp"]), closest_word("zzz", ["dp"])
+    ('micro_batches', None)
+    >>> closest_word("DPP", ["pp", "dp"]), closest_word("batch", ["steps", "global_batch_size"])
+    ('dp', 'global_batch_size')
+    """
+    by_lower = {choice.lower(): choice for choice in choices}
+    wanted = word.lower()
+    close = difflib.get_close_matches(wanted, by_lower, n=3, cutoff=0.6)
+    # Of those that are equally close, the one that begins alike.
+    close.sort(key=lambda name: (difflib.SequenceMatcher(a=name, b=wanted).ratio(), name[0] == wanted[0]), reverse=True)
+    parts = [] if close else [name for name in by_lower if wanted in name.split("_")]
+    return by_lower[close[0]] if close else by_lower[parts[0]] if len(parts) == 1 else None
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return a hint to append to an error about an unknown word.
 
@@ -308,15 +329,19 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     " (did you mean 'micro_batches'?)"
     >>> did_you_mean("zzz", ["dp"])
     ''
-    >>> did_you_mean("DPP", ["pp", "dp"])
-    " (did you mean 'dp'?)"
     """
-    by_lower = {choice.lower(): choice for choice in choices}
-    wanted = word.lower()
-    close = difflib.get_close_matches(wanted, by_lower, n=3, cutoff=0.6)
-    # Of those that are equally close, the one that begins alike.
-    close.sort(key=lambda name: (difflib.SequenceMatcher(a=name, b=wanted).ratio(), name[0] == wanted[0]), reverse=True)
-    return f" (did you mean '{by_lower[close[0]]}'?)" if close else ""
+    close = closest_word(word, choices)
+    return "" if close is None else f" (did you mean '{close}'?)"
+
+
+def instead_of(word: str, choices: Iterable[str]) -> str:
+    """Return the fix for an unknown word: to write the one that was probably meant, or to leave it out.
+
+    >>> instead_of("micro_batch", ["micro_batches", "dp"]), instead_of("zzz", ["dp"])
+    ("write 'micro_batches'", "leave out 'zzz'")
+    """
+    close = closest_word(word, choices)
+    return f"leave out '{word}'" if close is None else f"write '{close}'"
 
 
 def tensors_differ(lines: Sequence[str], most: int = 12) -> str:

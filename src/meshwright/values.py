@@ -16,7 +16,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.errors import ConfigError, closest_word, did_you_mean, instead_of
 from meshwright.texts import parse_json
 
 __all__: list[str] = []
@@ -25,6 +25,7 @@ V = TypeVar("V")
 
 MOST_WHOLE: Final = 2**63 - 1
 """Largest whole number of a value: what other programs read of JSON, and products of several stay within a float."""
+_WRITE_ANEW: Final = "name a file that this library wrote, or write it anew, with to_json()"
 
 
 class FrozenMap(Mapping[str, V]):
@@ -82,7 +83,11 @@ class Problems:
     def add(self, message: str, *, fix: str | None = None) -> None:
         """Add one problem: the numbers and the rule, and a fix where one is known."""
         self._messages.append(message)
-        if fix is not None and fix not in self._fixes:
+        self.suggest(fix)
+
+    def suggest(self, fix: str | None) -> None:
+        """Add a fix, once."""
+        if fix and fix not in self._fixes:
             self._fixes.append(fix)
 
     def require(self, holds: bool, message: str, *, fix: str | None = None) -> None:
@@ -130,10 +135,11 @@ class Value:
         problems = Problems(cls.FORMAT)
         names = {field.name for field in _fields(cls)}
         for key in sorted(set(entries) - names):
-            problems.add(f"unknown key '{key}'{did_you_mean(key, names)}; known: {', '.join(sorted(names))}")
+            known = f"; known: {', '.join(sorted(names))}"
+            problems.add(f"unknown key '{key}'{did_you_mean(key, names)}{known}", fix=instead_of(key, names))
         for field in _fields(cls):
-            no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            problems.require(not no_default or field.name in entries, f"the key '{field.name}' is missing")
+            missing = _is_required(field) and field.name not in entries
+            problems.require(not missing, f"the key '{field.name}' is missing", fix=f"add '{field.name}'")
         problems.check()
         return cls(**entries)
 
@@ -158,13 +164,14 @@ class Value:
         try:
             loaded: object = parse_json(text)
         except ValueError as error:
-            raise ConfigError(f"{cls.FORMAT}: not JSON: {error}") from error
+            raise ConfigError(f"{cls.FORMAT}: not JSON: {error}", fix=_WRITE_ANEW) from error
         if not isinstance(loaded, dict):
-            raise ConfigError(f"{cls.FORMAT}: expected a JSON object, got {type(loaded).__name__}")
+            raise ConfigError(f"{cls.FORMAT}: expected a JSON object, got {type(loaded).__name__}", fix=_WRITE_ANEW)
         entries = cast("dict[str, Any]", loaded)
         name, version = entries.pop("format", None), entries.pop("version", None)
         if name != f"meshwright.{cls.FORMAT}":
-            raise ConfigError(f"{cls.FORMAT}: the format is {name!r}, expected 'meshwright.{cls.FORMAT}'")
+            expected = f"expected 'meshwright.{cls.FORMAT}'"
+            raise ConfigError(f"{cls.FORMAT}: the format is {name!r}, {expected}", fix=_WRITE_ANEW)
         if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= cls.VERSION:
             raise ConfigError(
                 f"{cls.FORMAT}: version {version!r} cannot be read; this release reads 1 to {cls.VERSION}",
@@ -198,7 +205,7 @@ class Value:
         problems = Problems(self.FORMAT)
         for key in changes:
             if key not in names:  # the hint costs far more than the rest
-                problems.add(f"unknown field '{key}'{did_you_mean(key, names)}")
+                problems.add(f"unknown field '{key}'{did_you_mean(key, names)}", fix=instead_of(key, names))
         problems.check()
         return cast("Self", dataclasses.replace(cast("Any", self), **changes))
 
@@ -207,12 +214,11 @@ class Value:
         problems = Problems(self.FORMAT)
         hints = _hints(type(self))
         for field in _fields(type(self)):
+            given, hint = getattr(self, field.name), hints[field.name]
             try:
-                value = coerce(getattr(self, field.name), hints[field.name])
+                object.__setattr__(self, field.name, coerce(given, hint))
             except MismatchError as mismatch:
-                problems.add(f"{field.name}{mismatch}")
-            else:
-                object.__setattr__(self, field.name, value)
+                problems.add(f"{field.name}{mismatch}", fix=_fix_of(field, given, hint))
         problems.check()
 
     def _set(self, **values: object) -> None:
@@ -370,6 +376,18 @@ def _show(value: object) -> str:
 def _name(hint: Any) -> str:
     names: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _fix_of(field: dataclasses.Field[Any], value: object, hint: Any) -> str:
+    _, choices = _parts(hint)
+    words = [choice for choice in choices if isinstance(choice, str)]
+    if isinstance(value, str) and (close := closest_word(value, words)):
+        return f"{field.name}={close}"
+    return f"give {field.name} {_name(hint)}" if _is_required(field) else f"leave out {field.name}="
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 @functools.cache

@@ -77,7 +77,7 @@ def test_equals_a_plain_loop_with_several_stages_a_rank(name: str) -> None:
     _assert_equal(name, "pp=2,schedule=zbv")
 
 
-@pytest.mark.parametrize("plan", ["tp=2"])
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2", "dp=2,zero=1"])
 def test_layers_that_the_first_batch_replaces_under_other_plans(plan: str) -> None:
     _assert_equal("replaces", plan)
 

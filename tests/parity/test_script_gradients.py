@@ -19,6 +19,15 @@ def test_hooks_that_a_forward_registers_are_there_once(hooks: str) -> None:
     testing.assert_parity(found["state"], wanted["state"], FLOAT64)
 
 
+def test_a_hook_on_a_weight_that_was_gathered_for_one_call_is_refused_at_the_next() -> None:
+    for outcome in testing.run_outcomes(jobs.steps, 2, "tp=2", "square", "once"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "has registered once on 'up.weight'" in str(outcome.error)
+    wanted = jobs.plain_steps("square", "each")
+    for found in testing.run_ranks(jobs.steps, 2, "tp=2", "square", "each"):
+        testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+
+
 def test_a_penalty_on_gradients_inside_of_the_loss_is_tried_with_its_graph() -> None:
     found, wanted = jobs.steps(PARTS, "each", "none"), jobs.plain_steps("each", "none")
     assert found["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64)
@@ -41,3 +50,21 @@ def test_a_backward_inside_of_the_loss_is_refused_where_the_batch_is_cut() -> No
 def test_momentum_moves_a_frozen_layer_whose_gradients_are_zeros(plan: str) -> None:
     for found in testing.run_ranks(jobs.frozen_under, 2, plan):
         testing.assert_parity(found, jobs.frozen_plain(), FLOAT64)
+
+
+WRITTEN = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1"]
+
+
+@pytest.mark.parametrize("plan", WRITTEN)
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_that_each_rank_scales_by_its_own_number_are_refused(plan: str, times: int) -> None:
+    told = r"has multiplied gradients by different numbers.*1, 1\.5" if "zero" in plan else "has written gradients of"
+    with pytest.raises(mw.ApplyError, match=told):
+        testing.run_ranks(jobs.written_under, 2, plan, "own", times)
+
+
+@pytest.mark.parametrize("plan", WRITTEN)
+def test_gradients_that_ranks_write_alike_are_one_devices(plan: str) -> None:
+    for change, times in (("clamp", 1), ("scale", 1), ("clamp", 2), ("scale", 2)):
+        for found in testing.run_ranks(jobs.written_under, 2, plan, change, times):
+            testing.assert_parity(found, jobs.written_plain(change, times), FLOAT64)

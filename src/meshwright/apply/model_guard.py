@@ -175,7 +175,8 @@ class ModelGuard:
                     return ApplyError(
                         f"module '{fqn}' ({type(child).__name__} '{name}' when the plan was applied) was {what}; its "
                         "parameters would be neither equal on the ranks nor trained by this plan",
-                        fix="change the model before apply_plan, or apply the plan again",
+                        fix="change the model before apply_plan (where a first forward does it: run it there, once), or apply "
+                        "the plan again",
                     )
         return None
 

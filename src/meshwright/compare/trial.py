@@ -18,8 +18,8 @@ from meshwright.measure.host_pace import turn_s
 from meshwright.ranks.join import join_world
 from meshwright.run.assembly import choose_devices
 from meshwright.run.parallel_model import ParallelModel
-from meshwright.train.config.checks import resolve_loss
 from meshwright.train.config.imports import add_to_path
+from meshwright.train.config.targets import resolve_loss
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.opening import apply_config, endless, open_loader, start_event
 from meshwright.train.optim import LRSchedule

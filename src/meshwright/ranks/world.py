@@ -118,6 +118,8 @@ class World:
         if watch is not None:
             watch.has_given_up = lambda: self.calls.has_given_up
             self.calls.hears_of_failure = lambda: watch.has_news
+        self.first_step = 0
+        """Number of a program's first step in messages: 1 in a training run, whose lines of progress count so."""
         self.is_launched = link is not None
         self.on_event: Callable[[int, dict[str, Any]], None] | None = None
         """Where `emit` goes in a world that was joined, not launched; None drops the events."""
@@ -145,6 +147,7 @@ class World:
             step: The step under way, from 0.
             phase: One word, for example "forward".
         """
+        step += self.first_step if step >= 0 else 0
         self._link.progress(step, phase)
         if self.watch is not None:
             self.watch.pulse.progress(step, phase)

@@ -27,6 +27,7 @@ arrivals        refusal of gradients that nothing would exchange
 own_draws       random numbers of forwards that an own loop calls
 own_loop        forward, backward and optimizer as calls of a user's own loop
 own_backward    comparison of such a backward between the ranks
+gradient_scales    factors by which a script has multiplied gradients that ranks hold in pieces
 written_gradients  gradients that a script has written since such a backward
 gather_batch    rows of all ranks of a batch, with gradients
 loss_graph      which models and parameters a loss comes from

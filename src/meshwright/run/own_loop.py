@@ -221,7 +221,7 @@ class OwnLoop:
             stack.enter_context(repeats_recognised())
             for loop in work.loops:
                 stack.enter_context(loop.engine.switch.plain())
-            kept = [loop.engine.take_gradients() for loop in work.loops]
+            kept = [loop.take_gradients() for loop in work.loops]
             for loop, gradients in zip(work.loops, kept, strict=True):
                 loop.follow_switched()
                 loop.refuse_running_hooks(bool(gradients))
@@ -230,6 +230,11 @@ class OwnLoop:
             for loop, gradients in zip(work.loops, kept, strict=True):
                 loop.end_backward(gradients)
         return found
+
+    def take_gradients(self) -> Any:
+        """Take the gradients of earlier backwards away, with what the script has written into them."""
+        self._gradients_left.keep()
+        return self.engine.take_gradients()
 
     def follow_switched(self) -> None:
         """Follow a change of `requires_grad`, made on every rank."""
@@ -363,6 +368,7 @@ class OwnLoop:
             self._leave_step()
         self.num_updates += 1
         self._norm_is_finite = False
+        self._gradients_left.forget()
         self._on_update()
 
     def _leave_step(self) -> None:

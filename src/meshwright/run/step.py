@@ -96,7 +96,7 @@ class Stepper:
         self.non_finite = non_finite
         self.sentinels = sentinels
         self._draws = OptimizerDraws(engine)
-        self.stop_requested = False
+        self.stop_requested = self._has_looked = False
         self._waiting: list[Callable[[], None]] = []
         self.gate = gate or OptimizerGate(None)
         self.draws = draws
@@ -129,12 +129,8 @@ class Stepper:
         self._hooks.guard()
         on_phase("forward")
         draws = self._draws_of("step")
-        work = LossWork(
-            *(engine, self._terms, agreement, parts, weights),
-            is_trained=self._guard.is_trained,
-            on_phase=on_phase,
-            draws=draws,
-        )
+        given = (engine, self._terms, agreement, parts, weights)
+        work = LossWork(*given, is_trained=self._guard.is_trained, on_phase=on_phase, draws=draws)
         with contextlib.nullcontext() if draws is None else draws.running():
             terms = engine.run(work)
         sums, norm = work.finish(terms)
@@ -221,7 +217,8 @@ class Stepper:
         raise_first(told, broken, self.engine.everyone.ranks)
 
     def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:
-        if self.engine.is_prepared:
+        is_prepared, is_first, self._has_looked = self.engine.is_prepared, not self._has_looked, True
+        if is_prepared and (not is_first or self.engine.needs_lockstep):  # there a forward is all ranks'
             self._settle_loss(parts)
             return
         self.refuse_early_change()
@@ -229,6 +226,8 @@ class Stepper:
         with memory_returned():
             if settle_structure(self.engine, first_run, lambda: self._settle_loss(parts)):
                 self._watch()
+            if is_prepared:
+                return
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
             with in_training_mode(self.engine.module), unchanged_draws(self.engine):
                 self.engine.prepare(first_run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from meshwright.apply.engine import Engine
 from meshwright.errors import ApplyError
 from meshwright.run.agreement import Saying
+from meshwright.run.gradient_scales import PieceNorms, differ, tolerance_of
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.digest import digest_of, digest_text
 from meshwright.spec import Plan
@@ -16,6 +18,7 @@ from meshwright.spec import Plan
 __all__: list[str] = []
 
 TOPIC = "gradient"
+SCALE = "gradient scale"
 
 
 class WrittenGradients:
@@ -35,6 +38,10 @@ class WrittenGradients:
         has_ranks = engine.everyone.size > 1
         self._circle = Circle.over(plan.mesh, engine.everyone.rank, "dp", "cp") if has_ranks else None
         self._left: dict[int, tuple[torch.Tensor, int]] = {}
+        self._written_before: set[str] = set()
+        """FQNs of gradients that were written before a later backward added to them."""
+        self._norms: PieceNorms | None = None
+        self._factor_before = 1.0
 
     def leave(self) -> None:
         """Take note of the gradients as they are now: they are the whole batch's."""
@@ -42,6 +49,32 @@ class WrittenGradients:
             return
         holders = self._engine.gradient_holders()
         self._left = {id(holder): (holder.grad, holder.grad._version) for holder in holders if holder.grad is not None}
+        self._norms = PieceNorms(self._pieces())
+
+    def keep(self) -> None:
+        """Remember what the script has written so far: a backward is about to add to it."""
+        if self._circle is None or self._circle.is_alone:
+            return
+        self._written_before |= {name for name, _ in self._written()}
+        factor = self._factor()
+        self._factor_before = self._factor_before * factor if factor else 1.0  # zeroed: what was before is gone
+
+    def forget(self) -> None:
+        """Forget what was written before: the optimizer has used it."""
+        self._written_before.clear()
+        self._factor_before = 1.0
+        self._norms = None
+
+    def _pieces(self) -> list[torch.Tensor]:
+        """Return the gradients of which this rank has a piece, whatever the parameter's name."""
+        names = {id(parameter) for parameter in self._engine.module.parameters()}
+        grads = [holder.grad for holder in self._engine.gradient_holders() if id(holder) not in names]
+        return [grad for grad in grads if grad is not None and not grad.is_sparse and grad.numel()]
+
+    def _factor(self) -> float:
+        """Return by what the script has multiplied all pieces since they were left; 1 where it has written none."""
+        pieces = self._pieces()
+        return 1.0 if self._norms is None or self._norms.are_of(pieces) else self._norms.factor_to(pieces)
 
     def _written(self) -> list[tuple[str, torch.Tensor]]:
         """Return (FQN, gradient) of those that were written since, where every rank has the whole ones."""
@@ -52,13 +85,16 @@ class WrittenGradients:
             if name is None or grad is None:
                 continue
             before = self._left.get(id(holder))
-            if before is None or before[0] is not grad or before[1] != grad._version:
+            is_left = before is not None and before[0] is grad and before[1] == grad._version
+            if not is_left or name in self._written_before:
                 found.append((name, grad))
         return found
 
     def are_written(self) -> bool:
         """Whether the script has written any since."""
-        return self._circle is not None and not self._circle.is_alone and bool(self._written())
+        if self._circle is None or self._circle.is_alone:
+            return False
+        return bool(self._written()) or not (self._norms is None or self._norms.are_of(self._pieces()))
 
     def sayings(self) -> list[Saying]:
         """Return what the ranks that hold the same parameters must have alike; one topic, or none, on every rank."""
@@ -70,7 +106,9 @@ class WrittenGradients:
         if written:
             digest = digest_of([grad.coalesce().values() if grad.is_sparse else grad for _, grad in written])
             digest += digest_text(",".join(name for name, _ in written))
-        return [Saying(TOPIC, circle, digest & 2**63 - 1)]
+        factor = self._factor_before * self._factor()
+        scale = 0 if math.isnan(factor) else round(factor * 2**20) + 1
+        return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1)]
 
     def explain(self, topics: Sequence[str]) -> None:
         """Raise where ranks have written different gradients; called on every rank.
@@ -78,6 +116,8 @@ class WrittenGradients:
         Raises:
             ApplyError: They have.
         """
+        if SCALE in topics:
+            self._explain_scale()
         if TOPIC not in topics:
             return
         told = self._engine.everyone.all_gather_json([name for name, _ in self._written()], device=self._engine.device)
@@ -87,4 +127,19 @@ class WrittenGradients:
             f"not the same on all ranks of the plan '{self._plan}': each would train on its own share of the batch",
             fix="have model.backward(loss, weight=n) make the gradient, and change it alike on every rank; a copy of the model "
             "that takes steps of its own (MAML) needs the whole batch on every rank, or the plan tp=N",
+        )
+
+    def _explain_scale(self) -> None:
+        """Raise where ranks have multiplied their pieces by different numbers; nothing where roundings differ."""
+        engine = self._engine
+        mine = [repr(self._factor_before * self._factor()), tolerance_of(self._pieces())]
+        told = engine.everyone.all_gather_json(mine, device=engine.device)
+        factors = [float(factor) for factor, _ in told]
+        if not differ(factors, max(tolerance for _, tolerance in told)):
+            return
+        shown = ", ".join("?" if math.isnan(factor) else f"{factor:.6g}" for factor in factors)
+        raise ApplyError(
+            f"the script has multiplied gradients by different numbers on the ranks of the plan '{self._plan}', since "
+            f"model.backward(): {shown} (rank {engine.everyone.ranks[0]} first; rule: each rank has a piece of one gradient)",
+            fix="change gradients alike on every rank; model.clip_grad_norm(...) clips by the norm of the whole gradient",
         )

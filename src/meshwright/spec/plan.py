@@ -249,7 +249,8 @@ class Plan(Value):
             problems.require(number >= 1, f"{name}={number} (rule: {name} is at least 1)", fix=f"{name}=1")
         for name in ("shard", "micro_batch_size", "bucket_bytes"):
             number = getattr(self, name)
-            problems.require(number is None or number >= 1, f"{name}={number} (rule: {name} is at least 1)")
+            rule = f"{name}={number} (rule: {name} is at least 1)"
+            problems.require(number is None or number >= 1, rule, fix=f"leave out {name}=")
         problems.require(
             0 <= self.zero <= 3,
             f"zero={self.zero} (rule: zero is 0, 1, 2 or 3)",
@@ -332,6 +333,7 @@ class Plan(Value):
             problems.require(
                 0 <= stage < self.num_stages,
                 f"stages['{module}']={stage} (rule: 0 <= stage < pp * virtual = {self.num_stages})",
+                fix=f"give '{module}' a stage from 0 to {self.num_stages - 1}",
             )
 
     def _fix_for_devices(self, num_devices: int) -> str:

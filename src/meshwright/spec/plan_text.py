@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.errors import ConfigError, closest_word, did_you_mean
 from meshwright.units import parse_bytes, print_bytes_exactly
 from meshwright.values import Problems
 
@@ -24,22 +24,27 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
 
 def _parse_int(text: str) -> int:
     if re.fullmatch(r"[+-]?[0-9]{1,18}", text) is None:
-        raise ConfigError("must be a whole number")
+        raise ValueError("must be a whole number")
     return int(text)
 
 
+_SWITCHES: Final[Mapping[str, bool]] = {
+    **dict.fromkeys(("on", "true", "1", "yes"), True),
+    **dict.fromkeys(("off", "false", "0", "no"), False),
+}
+
+
 def _parse_switch(text: str) -> bool:
-    switches = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
-    if text not in switches:
-        raise ConfigError("must be on or off")
-    return switches[text]
+    if text not in _SWITCHES:
+        raise ValueError("must be on or off")
+    return _SWITCHES[text]
 
 
 def _parse_bytes_word(text: str) -> int:
     try:
         return parse_bytes(text)
     except ConfigError:
-        raise ConfigError("must be a size, as in 25MiB") from None
+        raise ValueError("must be a size, as in 25MiB") from None
 
 
 # In the order in which str(plan) writes them.
@@ -124,42 +129,86 @@ def parse_line(text: str) -> tuple[str | None, dict[str, Any]]:
     preset: str | None = None
     if words == [""]:
         raise ConfigError("plan: the text is empty", fix="write 'single', or as in 'dp=2,tp=2'")
+    meant = list(words)
     if words[0] and "=" not in words[0]:
-        preset = words.pop(0)
+        preset = words[0]
+        meant[0] = _meant_preset(preset)
         hint = did_you_mean(preset, PRESETS)
-        rule = f"unknown preset '{preset}'{hint}; known: {', '.join(PRESETS)}"
-        degree = re.fullmatch(rf"({'|'.join(_DEGREES)})(\d+)", preset)
-        problems.require(preset in PRESETS, rule, fix=f"write '{degree[1]}={degree[2]}'" if degree else None)
+        problems.require(preset in PRESETS, f"unknown preset '{preset}'{hint}; known: {', '.join(PRESETS)}")
     entries: dict[str, Any] = {}
-    for word in words:
+    for number, word in enumerate(words):
+        if number == 0 and preset is not None:
+            continue
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
             first = f"; a preset comes first: '{word},...'" if word in PRESETS else ""
             problems.add(f"'{word}' is no key=value{first}" if word else "there is an empty entry between commas")
+            meant[number] = _meant_preset(word) if word and closest_word(word, PRESETS) is None else ""
+            meant[0] = f"{word},{meant[0]}" if first and preset is None else meant[0]
         elif key not in _PARSERS:
             start = key.partition(" ")[0]
             first = f"; a preset stands alone before a comma: '{start},...'" if start in PRESETS else ""
-            own = _OF_OTHERS.get(key.lower())
-            hint = first or ("" if own else did_you_mean(key, _PARSERS))
-            fix = f"write '{text.replace(word, own.format(n=value))}'" if own and value.isdecimal() else None
-            problems.add(f"unknown key '{key}'{hint}; known: {', '.join(_PARSERS)}", fix=fix)
+            hint = first or ("" if key.lower() in _OF_OTHERS else did_you_mean(key, _PARSERS))
+            problems.add(f"unknown key '{key}'{hint}; known: {', '.join(_PARSERS)}")
+            meant[number] = f"{start},{word.removeprefix(start).strip()}" if first else _meant_key(key, value)
         elif key in entries:
-            problems.add(f"'{key}' is given twice", fix=f"keep one {key}=")
+            problems.add(f"'{key}' is given twice")
+            meant[number] = ""
+        elif _KEY.search(value):
+            problems.add(f"'{word}' (rule: commas separate keys)")
+            meant[number] = _with_commas(word)
         else:
+            entries[key] = None
             try:
-                if _KEY.search(value):
-                    problems.add(f"'{word}' (rule: commas separate keys)", fix=f"write '{_with_commas(text)}'")
-                    continue
                 entries[key] = _PARSERS[key](value)
-            except ConfigError as error:
-                problems.add(f"{key}='{value}' {error.message}")
-                entries[key] = None
+            except ValueError as error:
+                problems.add(f"{key}='{value}' {error}")
+                meant[number] = f"{key}={_meant_value(key, value)}"
+    if problems:
+        problems.suggest(_line_that_works(",".join(word for word in meant if word)))
     problems.check()
     return preset, entries
 
 
+def _line_that_works(line: str) -> str:
+    """Return the fix of a line: what was probably meant, or what its own fix says where it is wrong too."""
+    try:
+        parse_line(line)
+    except ConfigError as error:  # each correction leaves one mistake less in a word
+        return error.fix or ""
+    return f"write '{line}'"
+
+
+def _meant_preset(word: str) -> str:
+    """Return what a word without a value stands for; "" where that cannot be known."""
+    if word in PRESETS:
+        return word
+    degree = re.fullmatch(rf"({'|'.join(_DEGREES)}|zero)([0-9]{{1,9}})", word)
+    return f"{degree[1]}={degree[2]}" if degree else closest_word(word, PRESETS) or ""
+
+
+def _meant_key(key: str, value: str) -> str:
+    if (own := _OF_OTHERS.get(key.lower())) is not None and value.isdecimal():
+        return own.format(n=value)
+    close = closest_word(key, _PARSERS)
+    return f"{close}={value}" if close else ""
+
+
+def _meant_value(key: str, value: str) -> str:
+    """Return a value that the key takes, near to one that it does not take."""
+    parser = _PARSERS[key]
+    if parser is _parse_switch:
+        return closest_word(value, _SWITCHES) or "on"
+    if parser is _parse_bytes_word:
+        return "25MiB"
+    try:
+        return str(min(max(round(float(value)), 1), 10**6))
+    except (ValueError, OverflowError):
+        return "1" if key == "zero" else "2"
+
+
 def _with_commas(text: str) -> str:
-    """Return a line whose keys are separated by something else with commas between them."""
+    """Return keys that are separated by something else with commas between them."""
     starts = [*(found.start() for found in _KEY.finditer(text)), len(text)]
     return ",".join(text[start:end].strip(" ,;|+") for start, end in itertools.pairwise(starts))
 

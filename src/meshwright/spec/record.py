@@ -27,6 +27,7 @@ class Measurement(Value):
         rank_peak_memory_bytes: The most that each rank held, by rank; () where they did not tell [bytes].
         rank_wait_s: Each rank's median time in a step for which it stood still for exchanges; () where that was not measured [s].
         held_bytes: "parameters", "gradients", "optimizer" -> what the fullest rank held of them at the end [bytes].
+        num_skipped_steps: Steps whose loss or gradient was not finite, so that nothing was updated; warm-up included [count].
         loss: The last step's loss; None where it was not finite or not measured.
 
     Raises:
@@ -47,6 +48,7 @@ class Measurement(Value):
     rank_peak_memory_bytes: tuple[int, ...] = ()
     rank_wait_s: tuple[float, ...] = ()
     held_bytes: Mapping[str, int] = dataclasses.field(default_factory=FrozenMap[int])
+    num_skipped_steps: int = 0
     loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class Measurement(Value):
         problems = Problems("measurement")
         for index, seconds in enumerate(self.step_seconds):
             problems.require(seconds >= 0, f"step_seconds[{index}]={seconds} (rule: a time is not negative)")
-        for name in ("num_samples", "num_tokens", "peak_memory_bytes", "num_sent_steps"):
+        for name in ("num_samples", "num_tokens", "peak_memory_bytes", "num_sent_steps", "num_skipped_steps"):
             number = getattr(self, name)
             problems.require(number is None or number >= 0, f"{name}={number} (rule: it is not negative)")
         for axis, sent in self.sent_bytes.items():

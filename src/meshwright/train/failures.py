@@ -46,6 +46,7 @@ def report_failure(
 ) -> int:
     """Write a failure to the standard error: the guilty rank's traceback, the message, and one last line for machines.
 
+    Its step is the one under way, counted from 1 as in the lines of progress; between steps, the one that was done last.
     Of the ranks of a job, which write each for itself, those whose peer has told of the failure leave that line to it.
 
     Args:

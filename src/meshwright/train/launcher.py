@@ -276,6 +276,7 @@ class _Run:
                 rank_peak_memory_bytes=tuple(summary["peak_memory_bytes"] for summary in summaries),
                 rank_wait_s=_of_each(summaries, "wait_s"),
                 held_bytes=_fullest(summaries),
+                num_skipped_steps=sum(step["skipped"] for step in self._steps),
                 loss=loss if loss is not None and abs(loss) < float("inf") else None,
             )
         config = json.loads(self._config.model_dump_json(exclude={"plan"}))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshwright.errors import ConfigError
 from meshwright.run.losses.loss import IGNORED_LABEL, Loss
-from meshwright.train.config.checks import resolve_loss
 from meshwright.train.config.imports import import_callable
+from meshwright.train.config.targets import resolve_loss
 from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []

@@ -11,8 +11,8 @@ from torch import nn
 
 from meshwright.errors import MissingDependencyError
 from meshwright.run.building.pretrained import build_pretrained
-from meshwright.train.config.checks import hf_config_path
 from meshwright.train.config.imports import import_callable
+from meshwright.train.config.targets import hf_config_path
 from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []

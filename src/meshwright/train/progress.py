@@ -42,6 +42,7 @@ class ProgressView:
         self._bar: Progress | None = None
         self._task: Any = None
         self._eval_loss: float | None = None
+        self._skipped: set[int] = set()
         self._last_line_at: float | None = None
         self._unshown: dict[str, Any] | None = None
 
@@ -104,6 +105,10 @@ class ProgressView:
             self._bar.start()
 
     def _on_step(self, event: dict[str, Any]) -> None:
+        if event["skipped"]:
+            self._skipped.add(event["step"])
+        else:  # where a restart has done it again
+            self._skipped.discard(event["step"])
         if self._bar is not None:
             self._bar.update(self._task, completed=event["step"], numbers=escape(self._numbers(event, " ")))
             return
@@ -161,12 +166,19 @@ class ProgressView:
 
     def _on_stopped(self, event: dict[str, Any]) -> None:
         self.close()
-        self.note(f"stopped after step {event['step']} of {event['steps']}")
+        self.note(f"stopped after step {event['step']} of {event['steps']}{self._skips()}")
 
     def _on_finished(self, event: dict[str, Any]) -> None:
         self.close()
         why = " (max_seconds)" if event.get("reason") == "max_seconds" else ""
-        self.note(f"finished {event['step']} steps in {format_seconds(event['seconds'])}{why}")
+        self.note(f"finished {event['step']} steps in {format_seconds(event['seconds'])}{why}{self._skips()}")
+
+    def _skips(self) -> str:
+        if not self._skipped:
+            return ""
+        first, last, number = min(self._skipped), max(self._skipped), len(self._skipped)
+        where = f"step {first}" if number == 1 else f"{number} steps, the first {first}, the last {last}"
+        return f"; skipped, since the loss or a gradient was not finite: {where}"
 
     def _print_step(self, event: dict[str, Any], now: float) -> None:
         self._last_line_at, self._unshown = now, None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.train.config.checks import hf_config_path
+from meshwright.train.config.targets import hf_config_path
 from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []

@@ -90,6 +90,7 @@ class _Session:
         """Time in each new step for which this rank stood still for exchanges [s]."""
 
     def run(self, *, resume: bool) -> dict[str, Any]:
+        self.world.first_step = 1
         self._enter("build")
         resume, self.config = agree_on_start(self.config, self.world, resume=resume)
         self.state = RunState(self.config)
@@ -109,12 +110,12 @@ class _Session:
     def failure(self, error: Exception) -> dict[str, Any]:
         """Return the event of a rank that fails; an error of ours learns where that was."""
         if isinstance(error, MeshwrightError):
-            error.step = self.step if error.step is None else error.step
+            error.step = self._step_under_way if error.step is None else error.step
             error.phase = error.phase or self.phase
         return {
             "event": "failed",
             "rank": self.world.rank,
-            "step": self.step,
+            "step": self._step_under_way,
             "phase": self.phase,
             "type": type(error).__name__,
             "text": str(error),
@@ -197,6 +198,7 @@ class _Session:
             self._evaluate(model, eval_loader)
         batches = endless(self.config, train_loader)
         trace = RunTrace(self.config, model, self.first_step)
+        model.stepper.sentinels.first_step = self.first_step + 1
         loop_began = step_began = time.perf_counter()
         try:
             while self.step < train.steps and self.stop_reason is None:
@@ -288,7 +290,12 @@ class _Session:
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-        self.world.report_progress(self.step if phase not in ("build", "data") else -1, phase)
+        self.world.report_progress(self._step_under_way - 1 if phase not in ("build", "data") else -1, phase)
+
+    @property
+    def _step_under_way(self) -> int:
+        """The step that is done or was done last, counted from 1 as in the lines of progress; 0 before the first."""
+        return self.step + (self.phase in ("load", "step"))
 
     def _emit(self, event: str, **fields: Any) -> None:
         if self.world.rank == 0:

@@ -47,7 +47,7 @@ class StatesFile:
         ranks = [
             RankActivity(
                 pid=pid,
-                step=beat.step if beat.phase else -1,
+                step=max(beat.step - 1, -1) if beat.phase else -1,  # a training run counts from 1
                 phase=beat.phase or "start",
                 progress_s=max(0.0, now - (beat.progress_at or now)),  # 0: it has not told any yet
                 wait_s=max(0.0, now - beat.waiting_since) if beat.is_waiting else None,

@@ -103,3 +103,30 @@ def frozen_plain() -> dict[str, Tensor]:
 def frozen_under(plan: str) -> dict[str, Tensor]:
     with mw.apply_plan(build, plan, optimizer=Sgd) as model:
         return frozen_with_zeros(model, lambda given: mw.split_batch(given, model))
+
+
+def written(model: Any, share: Any, change: str, times: int) -> dict[str, Tensor]:
+    """Change gradients between backward and the optimizer's step, and perhaps add those of further backwards after."""
+    rank = mw.current_world().rank if change == "own" else 0
+    for step in range(2):
+        model.optimizer.zero_grad()
+        for part in range(times):
+            x, y = share(batch(10 * step + part))
+            model.backward(F.mse_loss(model(x), y), weight=len(x))
+            held = [p for group in model.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            for parameter in held if part == 0 else ():
+                if change == "clamp":
+                    parameter.grad.clamp_(-0.05, 0.05)
+                else:
+                    parameter.grad.mul_(1.0 + 0.5 * rank if change == "own" else 0.3)
+        model.optimizer.step()
+    return {name: value.clone() for name, value in model.full_state_dict().items()}
+
+
+def written_plain(change: str, times: int) -> dict[str, Tensor]:
+    return written(Plain(build), lambda given: given, change, times)
+
+
+def written_under(plan: str, change: str, times: int) -> dict[str, Tensor]:
+    with mw.apply_plan(build, plan, optimizer=Sgd) as model:
+        return written(model, lambda given: mw.split_batch(given, model), change, times)

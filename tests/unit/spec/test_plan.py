@@ -197,7 +197,7 @@ def test_each_rule_has_a_fix_that_works(line: str, message: str, fixed: str) -> 
         ("dp=2 tp=2 zero=1", r"commas separate keys(?s:.*)fix: write 'dp=2,tp=2,zero=1'"),
         ("zero1 dp=2", r"a preset stands alone before a comma: 'zero1,...'"),
         ("DP=2", r"did you mean 'dp'"),
-        ("tp16,zero=1", r"fix: write 'tp=16'"),
+        ("tp16,zero=1", r"fix: write 'tp=16,zero=1'"),
         ("dp=2,distributed", "a preset comes first: 'distributed,...'"),
         ("dp=2,dp=2", "'dp' is given twice"),
         ("pp=2,schedule=1f1", r"did you mean '1f1b'"),

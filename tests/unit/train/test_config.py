@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import ConfigError, MissingDependencyError
 from meshwright.spec import Plan
-from meshwright.train.config import checks
+from meshwright.train.config import checks, targets
 from meshwright.train.config.imports import check_callable
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainConfig
@@ -223,7 +223,8 @@ def test_a_class_is_called_with_what_its_constructor_takes(folder):
     for unknown in ("Bare", "Open", "Made", "Fields"):
         check(unknown, anything=1)
     with pytest.raises(
-        ConfigError, match=r"Net\(\) takes no argument 'witdh' \(did you mean 'width'\?\); it takes width$"
+        ConfigError,
+        match=r"Net\(\) takes no argument 'witdh' \(did you mean 'width'\?\); it takes width\nfix: write 'width'$",
     ):
         check("Net", witdh=2)
     with pytest.raises(ConfigError, match="no argument 'self'"):
@@ -333,7 +334,7 @@ def test_text_files_are_looked_at(folder):
 
 
 def test_missing_package_has_the_line_that_installs_it(folder, monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'meshwright\[digits\]'"):
         load(folder, "data.source=digits")
 

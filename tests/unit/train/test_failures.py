@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,3 +79,28 @@ def test_a_rank_that_was_told_writes_no_line_for_machines(capsys: pytest.Capture
     error.is_told = True
     report_failure(CONFIG, error, {})
     assert "FATAL" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("done", "phase", "reported", "told"),
+    [
+        (0, "load", 0, 1),
+        (0, "step", 0, 1),
+        (4, "step", 4, 5),
+        (5, "evaluate", 4, 5),
+        (5, "save", 4, 5),
+        (0, "data", -1, 0),
+    ],
+)
+def test_a_failure_is_of_the_step_that_the_lines_of_progress_name(
+    done: int, phase: str, reported: int, told: int
+) -> None:
+    from meshwright.train.session import _Session  # pyright: ignore[reportPrivateUsage]
+
+    progress: list[int] = []
+    world = SimpleNamespace(rank=1, report_progress=lambda step, phase: progress.append(step))
+    session = _Session(CONFIG, world)  # type: ignore[arg-type]
+    session.step = done
+    session._enter(phase)
+    assert progress == [reported]  # a training's world counts from 1
+    assert session.failure(ConfigError("no"))["step"] == told

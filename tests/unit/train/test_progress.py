@@ -149,3 +149,14 @@ def test_saves_and_restarts_are_lines():
         "WorkerKilledError: rank 1",
         "restart 1 of 3 in 2 s, after step 4",
     ]
+
+
+def test_skipped_steps_are_counted_at_the_end():
+    skip = {"loss": float("nan"), "skipped": True}
+    done = {"event": "finished", "step": 3, "steps": 3, "seconds": 1.0}
+    assert "skipped" not in show(started(), step(1), done)[-1]
+    assert show(started(), step(1, **skip), step(2), done)[-1].endswith(
+        "; skipped, since the loss or a gradient was not finite: step 1"
+    )
+    twice = show(started(), step(1, **skip), step(2, **skip), step(1), step(3, **skip), done)[-1]  # after a restart
+    assert twice.endswith("not finite: 2 steps, the first 2, the last 3")

@@ -97,6 +97,8 @@ class Part:
         self._is_patched = "forward" in vars(module)
         self._switch: ShardSwitch | None = None
         self._own: list[Entry] = []
+        self._hooks: dict[str, Any] = {}
+        """Hooks that the code of the last whole call has registered on whole weights: name -> the weight's table of them."""
         for region in regions if guard is not None else ():
             region.is_open = False
 
@@ -120,7 +122,10 @@ class Part:
             # Not while each function call is followed: a pipeline's stages would see calls that the others do not make.
             if self.is_inspected and current_function_mode() is None:
                 self._inspect(original, module, args, kwargs)
-            return self._run_cut(original, module, args, kwargs)
+            outputs = self._run_cut(original, module, args, kwargs)
+            if self._hooks:
+                self._refuse_lost_hooks({})
+            return outputs
 
         return forward
 
@@ -209,6 +214,7 @@ class Part:
         own = [(owners[owner], key, full) for (owner, key), full in self._attributes.items() if owner in owners]
         kept = [(owner, key, getattr(owner, key)) for owner, key, _ in own]
         before = [region.is_whole for region in self._regions]
+        values = self._values()
         try:
             for owner, key, full in own:
                 setattr(owner, key, full)
@@ -216,15 +222,32 @@ class Part:
                 region.is_whole = True
             # A checkpoint inside would repeat its forward in backward, after these changes are undone.
             with (
-                replaced_tensors(self.module, self._values(), self._take_buffer),
+                replaced_tensors(self.module, values, self._take_buffer),
                 PlainCheckpoints(lambda: True, lambda _: None),
             ):
                 yield
+            self._refuse_lost_hooks(values)
         finally:
             for region, was in zip(self._regions, before, strict=True):
                 region.is_whole = was
             for owner, key, local in kept:
                 setattr(owner, key, local)
+
+    def _refuse_lost_hooks(self, values: Mapping[str, Tensor]) -> None:
+        """Raise ApplyError where a hook hangs on a whole weight of an earlier call, and none on this one's."""
+        if not torch.is_grad_enabled():
+            return
+        before, self._hooks = (
+            self._hooks,
+            {name: own._backward_hooks for name, own in values.items() if own._backward_hooks},
+        )
+        for name in before.keys() - self._hooks.keys():
+            if before[name]:
+                raise ApplyError(
+                    f"a hook that the forward of '{self.name or 'the model itself'}' has registered once on '{name}' is not "
+                    "called any more: that call ran whole, on a weight that was gathered for it alone",
+                    fix="register it in each forward, and remove the one of the forward before",
+                )
 
     def _inspect(self, original: Forward, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.is_inspected = False

@@ -96,6 +96,8 @@ class Sentinels:
         self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
         self.recompute: Recompute | None = None
         """The layers that run again in backward, which are inspected as well."""
+        self.first_step = 0
+        """Number of the first step of this process in texts."""
 
     @property
     def is_watching(self) -> bool:
@@ -174,7 +176,7 @@ class Sentinels:
         if "common" in topics:
             rows = [("the dtype of torch.autocast", self._autocast), *settings.of_options(self._optimizer)]
             settings.raise_different(engine.everyone, rows, engine.device)
-            findings = self._compare_outcome(*self._outcome, step=self._step - 1)
+            findings = self._compare_outcome(*self._outcome, step=self._step + self.first_step - 1)
             self._report([*compare_copies(engine, self._optimizer), *findings])  # the loss function's settings say more
             # Compared only at sentinels from here on: it differs by the order of additions, or was reported.
             self._compares_outcome = False
@@ -230,7 +232,7 @@ class Sentinels:
             return
         findings = list(self._engine.end_inspection()) if self._part is not None else []
         findings += [] if self.recompute is None else self.recompute.end_inspection()
-        self._report([*findings, *self._compare_outcome(loss, norm, step=self._step)])
+        self._report([*findings, *self._compare_outcome(loss, norm, step=self._step + self.first_step)])
 
     def end_step(self, loss: float, norm: float) -> list[str]:
         """Record the end of a step; return its findings as texts."""
@@ -295,7 +297,7 @@ class Sentinels:
             for place, theirs in enumerate(everyone.all_gather_json(mine, device=device))
             for part, difference, tolerance, text in theirs
         ]
-        texts = [_text(self._step, rank, finding) for rank, finding in rows]
+        texts = [_text(self._step + self.first_step, rank, finding) for rank, finding in rows]
         if self._on_finding == "stop":
             rank, finding = rows[0]
             more = f"; and {len(rows) - 1} more: {'; '.join(texts[1:4])}" if len(rows) > 1 else ""

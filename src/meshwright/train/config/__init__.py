@@ -5,6 +5,7 @@ A TOML file and overrides are read into frozen sections, which travel to the ran
 types      sections and keys
 load       TOML and overrides, read and checked
 checks     rules beyond types
+targets    model, data, optimizer and loss, looked up
 imports    callables named in a configuration
 deepspeed  a DeepSpeed configuration beside the training's own
 traced_steps steps that a run records

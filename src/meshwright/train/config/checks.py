@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
-import importlib.util
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, MissingDependencyError, did_you_mean
+from meshwright.errors import ConfigError
 from meshwright.host import usable_cores
 from meshwright.plan.deepspeed.reader import is_saved_value, parse_text, read_deepspeed
 from meshwright.ranks.environment import read_place
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_text import PRESETS, parse_line
 from meshwright.spec.supported import refuse_unbuilt
-from meshwright.texts import is_directory, parse_json, read_text
+from meshwright.texts import read_text
 from meshwright.train.config.deepspeed import PlanRow, rows_of, settings_of
-from meshwright.train.config.imports import check_callable
+from meshwright.train.config.targets import check_data, check_loss, check_model, check_optimizer
 from meshwright.train.config.traced_steps import check_trace
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.loggers.fan_out import require_packages
 
 __all__: list[str] = []
-
-TEXT_SOURCES = ("python-stdlib", "files")
-BUILT_IN_SOURCES = (*TEXT_SOURCES, "digits")
-BUILT_IN_LOSSES = ("auto", "cross_entropy", "mse", "model")
-BUILT_IN_OPTIMIZERS = ("adamw", "sgd")
 
 _SAFE_NAME = re.compile(r"\w[\w .+-]{0,99}")
 
@@ -157,41 +150,16 @@ def check_config(config: TrainConfig) -> TrainConfig:
     """
     _check_name(config)
     _check_sizes(config)
-    _check_model(config)
-    _check_data(config)
-    _check_optimizer(config)
+    check_model(config)
+    check_data(config)
+    check_optimizer(config)
     _check_schedule(config)
-    _check_loss(config)
+    check_loss(config)
     _check_checkpoint(config)
     check_trace(config)
     require_packages(config.train.log)
     notes = (*config.notes, *_warnings(config))
     return config.model_copy(update={"notes": notes})
-
-
-def resolve_loss(config: TrainConfig) -> str:
-    """Return what loss = "auto" stands for, or the loss that is named."""
-    if config.train.loss != "auto":
-        return config.train.loss
-    if config.model.target.startswith("hf:"):
-        return "model"
-    if config.data.source in BUILT_IN_SOURCES:
-        return "cross_entropy"
-    raise ConfigError(
-        f"train.loss = 'auto' cannot know the loss of data.source = {config.data.source!r}",
-        fix='train.loss = "cross_entropy", "mse", "model" or "package.module:callable"',
-    )
-
-
-def data_files(config: TrainConfig, patterns: tuple[str, ...]) -> list[str]:
-    """Return the files that match, sorted, each once; relative patterns start at the configuration's folder."""
-    found = {
-        path
-        for pattern in patterns
-        for path in glob.glob(os.path.join(config.base_directory, os.path.expanduser(pattern)), recursive=True)
-        if os.path.isfile(path)
-    }
-    return sorted(found)
 
 
 def _is_count(value: Any) -> bool:
@@ -211,7 +179,10 @@ def _read_json(text: str, base: Path) -> tuple[str, dict[str, Any]]:
     try:
         written = read_text(path)
     except OSError as error:
-        raise ConfigError(f"train.plan = {_shortened(text)} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"train.plan = {_shortened(text)} cannot be read: {error.strerror}",
+            fix="--plan dp=2, or a file that is there",
+        ) from None
     return written, parse_text(written, os.path.basename(text))
 
 
@@ -255,7 +226,10 @@ def _check_sizes(config: TrainConfig) -> None:
             fix=f"--set train.global_batch_size={pieces}",
         )
     if train.eval_every and train.eval_batches == 0:
-        raise ConfigError(f"train.eval_every = {train.eval_every} with train.eval_batches = 0: nothing to evaluate on")
+        raise ConfigError(
+            f"train.eval_every = {train.eval_every} with train.eval_batches = 0: nothing to evaluate on",
+            fix="--set train.eval_every=0, or leave out train.eval_batches",
+        )
 
 
 def _warnings(config: TrainConfig) -> list[str]:
@@ -273,89 +247,6 @@ def _warnings(config: TrainConfig) -> list[str]:
     return found
 
 
-def _check_model(config: TrainConfig) -> None:
-    target, pretrained = config.model.target, config.model.pretrained
-    if pretrained is not None and not is_directory(Path(config.base_directory) / pretrained):
-        raise ConfigError(
-            f"model.pretrained = {pretrained!r}: there is no directory {Path(config.base_directory) / pretrained}",
-            fix="name a directory that save_pretrained wrote, relative to the configuration's folder",
-        )
-    if not target.startswith("hf:"):
-        check_callable(target, key="model.target", roots=config.import_roots, keywords=config.model.kwargs)
-        return
-    path = hf_config_path(config)
-    try:
-        parse_json(read_text(path))
-    except FileNotFoundError:
-        raise ConfigError(f"model.target = {target!r}: there is no file {path}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.target = {target!r}: {path} is not readable JSON: {error}") from None
-    _require_package("transformers", "hf", f"model.target = {target!r}")
-
-
-def hf_config_path(config: TrainConfig) -> Path:
-    """Return the Hugging Face config.json that "hf:path" names; a folder means the file in it."""
-    path = Path(config.base_directory) / config.model.target.removeprefix("hf:")
-    return path / "config.json" if is_directory(path) else path
-
-
-def _check_data(config: TrainConfig) -> None:
-    data = config.data
-    if data.source not in BUILT_IN_SOURCES:
-        keywords = {"split": "train", **data.kwargs}
-        rule = "called with split='train', with split='eval' for held-out data, and with data.kwargs"
-        check_callable(data.source, key="data.source", roots=config.import_roots, keywords=keywords, rule=rule)
-        return
-    if data.kwargs:
-        raise ConfigError(f"data.kwargs are for a callable source, data.source is {data.source!r}")
-    if data.source != "files" and (data.files or data.eval_files):
-        raise ConfigError(f'data.files are for data.source = "files", which is {data.source!r}')
-    if data.source == "digits":
-        _require_package("sklearn", "digits", 'data.source = "digits"')
-    if data.source == "files":
-        if not data.files:
-            raise ConfigError('data.source = "files" needs data.files', fix='data.files = ["corpus/*.txt"]')
-        _check_text(config, "data.files", data.files)
-        if data.eval_files:
-            _check_text(config, "data.eval_files", data.eval_files)
-
-
-def _check_text(config: TrainConfig, key: str, patterns: tuple[str, ...]) -> None:
-    found = data_files(config, patterns)
-    if not found:
-        raise ConfigError(f"{key} = {list(patterns)}: no file matches in {config.base_directory}")
-    size = 0
-    for name in found:
-        try:
-            with open(name, "rb") as file:
-                size += os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise ConfigError(f"{key}: {name} cannot be read: {error.strerror}") from None
-    # Without held-out files each split needs at least one sample, and a sample one byte more than its length.
-    held_out = 0.0 if key == "data.eval_files" or config.data.eval_files else config.data.eval_fraction
-    smallest = min(size * held_out, size * (1 - held_out)) if held_out else size
-    if smallest < config.data.sequence_length + 1:
-        raise ConfigError(
-            f"{key}: {len(found)} files hold {size} bytes (rule: training and held-out text have at least "
-            f"data.sequence_length + 1 = {config.data.sequence_length + 1} bytes each)",
-            fix="more text, or a smaller data.sequence_length",
-        )
-
-
-def _check_optimizer(config: TrainConfig) -> None:
-    optimizer = config.optimizer
-    if optimizer.betas is not None and optimizer.name != "adamw":
-        raise ConfigError(f"optimizer.betas are adamw's, optimizer.name is {optimizer.name!r}")
-    if optimizer.betas is not None and not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise ConfigError(f"optimizer.betas = {list(optimizer.betas)} (rule: 0 <= beta < 1)")
-    if optimizer.momentum is not None and optimizer.name != "sgd":
-        raise ConfigError(f"optimizer.momentum is sgd's, optimizer.name is {optimizer.name!r}")
-    if optimizer.name not in BUILT_IN_OPTIMIZERS:
-        if ":" not in optimizer.name:
-            raise _unknown("optimizer.name", optimizer.name, BUILT_IN_OPTIMIZERS)
-        check_callable(optimizer.name, key="optimizer.name", roots=config.import_roots)
-
-
 def _check_schedule(config: TrainConfig) -> None:
     schedule = config.schedule
     if schedule.kind in ("constant", "cosine"):
@@ -368,28 +259,9 @@ def _check_schedule(config: TrainConfig) -> None:
                 )
 
 
-def _check_loss(config: TrainConfig) -> None:
-    loss = resolve_loss(config)
-    if loss in BUILT_IN_LOSSES:
-        return
-    if ":" not in loss:
-        raise _unknown("train.loss", loss, BUILT_IN_LOSSES)
-    check_callable(loss, key="train.loss", roots=config.import_roots, positional=2, keywords={})
-
-
 def _check_checkpoint(config: TrainConfig) -> None:
     if config.checkpoint.best and config.train.eval_every == 0:
         raise ConfigError(
             "checkpoint.best = true with train.eval_every = 0 (rule: the best is found by evaluations during the run)",
             fix="--set train.eval_every=100, or leave out checkpoint.best",
         )
-
-
-def _require_package(module: str, extra: str, what: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise MissingDependencyError(f"{what} needs the package '{module}'", fix=f"pip install 'meshwright[{extra}]'")
-
-
-def _unknown(key: str, name: str, known: Iterable[str]) -> ConfigError:
-    hint = did_you_mean(name, known)
-    return ConfigError(f"{key} = {name!r}{hint}; known: {', '.join(known)}, package.module:callable")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.errors import ConfigError, closest_word, did_you_mean, instead_of
 from meshwright.texts import read_bytes
 
 __all__: list[str] = []
@@ -61,8 +61,9 @@ def check_callable(
     if name not in found:
         if dynamic:
             return
-        hint = did_you_mean(name, found)
-        raise ConfigError(f"{key} = {text!r}: {spec.origin} has no '{name}'{hint}")
+        close = closest_word(name, found)
+        fix = f"write '{module}:{close}'" if close else f"define '{name}' there, or name what it has"
+        raise ConfigError(f"{key} = {text!r}: {spec.origin} has no '{name}'{did_you_mean(name, found)}", fix=fix)
     definition = found[name]
     if keywords is None or name != attribute:
         return
@@ -91,10 +92,13 @@ def import_callable(text: str, roots: Iterable[str]) -> Callable[..., Any]:
     found: Any = importlib.import_module(module)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{text!r}: '{module}' has no '{attribute}'{did_you_mean(part, dir(found))}")
+            hint = did_you_mean(part, dir(found))
+            raise ConfigError(
+                f"{text!r}: '{module}' has no '{attribute}'{hint}", fix="define it there, or name what it has"
+            )
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{text!r} is not callable but {type(found).__name__}")
+        raise ConfigError(f"{text!r} is not callable but {type(found).__name__}", fix="name a function or a class")
     return found
 
 
@@ -140,7 +144,10 @@ def _split(text: str, key: str) -> tuple[str, str]:
     module, colon, attribute = text.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
     if not colon or not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"{key} = {text!r}: not of the form package.module:callable")
+        raise ConfigError(
+            f"{key} = {text!r}: not of the form package.module:callable",
+            fix='name a file without its ".py", a colon, and a function in it: "my_file:my_function"',
+        )
     return module, attribute
 
 
@@ -161,7 +168,9 @@ def _find_module(module: str, key: str, roots: Sequence[str]) -> importlib.machi
         inner = importlib.machinery.PathFinder.find_spec(part, places) if places else None
         if inner is None:
             near = [found.name for found in pkgutil.iter_modules(places)]
-            raise ConfigError(f"{key}: '{name}' has no module '{part}'{did_you_mean(part, near)}")
+            close = closest_word(part, near)
+            fix = f"write '{name}.{close}'" if close else f"name a module of '{name}' that is there"
+            raise ConfigError(f"{key}: '{name}' has no module '{part}'{did_you_mean(part, near)}", fix=fix)
         spec, name = inner, f"{name}.{part}"
     return spec
 
@@ -177,9 +186,11 @@ def _parse(path: Path, where: str) -> ast.Module:
     try:
         return ast.parse(read_bytes(path), filename=str(path))
     except SyntaxError as error:
-        raise ConfigError(f"{where}: syntax error in {path}, line {error.lineno}: {error.msg}") from None
+        raise ConfigError(
+            f"{where}: syntax error in {path}, line {error.lineno}: {error.msg}", fix="correct that line"
+        ) from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{where}: {path} cannot be read: {error}", fix="save it anew, as text in UTF-8") from None
 
 
 def _top_level(tree: ast.Module) -> tuple[dict[str, ast.stmt], bool]:
@@ -233,13 +244,17 @@ def _check_arguments(
     positional = positional[len(instance) :]
     by_name = [a.arg for a in (*arguments.args, *arguments.kwonlyargs) if a.arg not in instance]
     if num_positional > len(positional) and arguments.vararg is None:
-        raise ConfigError(f"{where}: {name}() is called with {num_positional} arguments, it takes {len(positional)}")
+        raise ConfigError(
+            f"{where}: {name}() is called with {num_positional} arguments, it takes {len(positional)}",
+            fix=f"define it as {name}({', '.join(['outputs', 'batch'][:num_positional])})",
+        )
     for keyword in keywords:
         if keyword not in by_name and arguments.kwarg is None:
-            hint = did_you_mean(keyword, by_name)
+            hint, instead = did_you_mean(keyword, by_name), instead_of(keyword, by_name)
             raise ConfigError(
                 f"{where}: {name}() takes no argument '{keyword}'{hint}; it takes {', '.join(by_name) or 'none'}"
-                + (f" (rule: {rule})" if rule else "")
+                + (f" (rule: {rule})" if rule else ""),
+                fix=f"give {name}() the argument {keyword}" if rule and keyword == "split" else instead,
             )
     required = positional[num_positional : len(positional) - len(arguments.defaults)]
     required += [
@@ -249,4 +264,8 @@ def _check_arguments(
     ]
     missing = [argument for argument in required if argument not in keywords]
     if missing:
-        raise ConfigError(f"{where}: {name}() needs {', '.join(missing)} (rule: give it under kwargs)")
+        kwargs = f"{where.partition('.')[0]}.kwargs"
+        raise ConfigError(
+            f"{where}: {name}() needs {', '.join(missing)} (rule: give it under kwargs)",
+            fix=" ".join(f"--set {kwargs}.{argument}=VALUE" for argument in missing),
+        )

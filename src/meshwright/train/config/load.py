@@ -13,7 +13,7 @@ from typing import Any, Final
 import pydantic
 from pydantic import BaseModel
 
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.errors import ConfigError, closest_word
 from meshwright.spec.plan import Plan
 from meshwright.texts import read_text, refuse_surrogates
 from meshwright.train.config.checks import check_config, resolve_plan, safe_name
@@ -96,7 +96,8 @@ def _read(path: Path) -> str:
         fix = f"use {near[close[0]]}" if close else "pass the path of a TOML file"
         raise ConfigError(f"there is no configuration file {path}", fix=fix) from None
     except OSError as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+        fix = f"meshwright train {path}/NAME.toml" if path.is_dir() else f"chmod u+r {path}"
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}", fix=fix) from None
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
@@ -112,10 +113,14 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
             f"{path} is nested too deep", fix="write its values with fewer brackets in one another"
         ) from None
     except ValueError as error:  # of TOML, or a number of thousands of digits
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}",
+            fix='write key = value in each line, and text in quotes: plan = "dp=2"',
+        ) from None
     for reserved in _RESERVED:
         if reserved in tables:
-            raise ConfigError(f"{path}: unknown key '{reserved}'; known: {', '.join(_SECTIONS)}")
+            fix = 'write it under [train], as plan = "dp=2"' if reserved == "plan" else f"leave out '{reserved}'"
+            raise ConfigError(f"{path}: unknown key '{reserved}'; known: {', '.join(_SECTIONS)}", fix=fix)
     return tables
 
 
@@ -131,15 +136,18 @@ def _set(tables: dict[str, Any], override: str) -> None:
             fix=f"--set train.{override}",
         )
     if parts[0] in _RESERVED:
-        fix = "--plan, or --set train.plan=dp=2,zero=1 for example" if parts[0] == "plan" else None
+        named = "--plan, or --set train.plan=dp=2,zero=1 for example"
+        fix = named if parts[0] == "plan" else f"leave out --set {override}"
         raise ConfigError(f"--set {override}: '{parts[0]}' is not a section; known: {', '.join(_SECTIONS)}", fix=fix)
     if len(parts) > _MOST_PARTS:
-        raise ConfigError(f"--set {override[:60]}...: {len(parts)} parts with dots (rule: at most {_MOST_PARTS})")
+        raise ConfigError(
+            f"--set {override[:60]}...: {len(parts)} parts with dots (rule: at most {_MOST_PARTS})", fix="leave it out"
+        )
     table = tables
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override}: '{part}' is not a table")
+            raise ConfigError(f"--set {override}: '{part}' is not a table", fix=f"leave out --set {override}")
     table[parts[-1]] = _toml_value(value.strip())
 
 
@@ -171,7 +179,8 @@ def _refuse_unwritable(tables: Mapping[str, Any], path: Path) -> None:
                               fix=f'write it as text: "{value}"')  # fmt: skip
         elif isinstance(value, int) and abs(value) >= _MOST_WHOLE:
             raise ConfigError(
-                f"{path}: '{key}' is a whole number of {value.bit_length()} bits (rule: at most 300 digits)"
+                f"{path}: '{key}' is a whole number of {value.bit_length()} bits (rule: at most 300 digits)",
+                fix="write it as text, in quotes, or with fewer digits",
             )
         elif isinstance(value, str):
             _refuse_unwritable_text(key, value, path)
@@ -193,31 +202,63 @@ def _validate(tables: Mapping[str, Any], text: str, path: Path, overrides: Seque
         return TrainConfig.model_validate(tables)
     except pydantic.ValidationError as error:
         from_command_line = {override.partition("=")[0].strip() for override in overrides}
-        messages = []
+        problems: dict[str, str] = {}
         for problem in error.errors(include_url=False):
             dotted = ".".join(str(part) for part in problem["loc"])
             where = "--set" if dotted in from_command_line else _place(path, text, problem["loc"])
-            message = f"{where}: {_explain(dotted, problem)}"
-            if message not in messages:
-                messages.append(message)
-        raise ConfigError("\n".join(messages)) from None
+            message, fix = _explain(dotted, problem)
+            problems[f"{where}: {message}"] = fix
+        raise ConfigError("\n".join(problems), fix="; ".join(dict.fromkeys(problems.values()))) from None
 
 
-def _explain(dotted: str, problem: Any) -> str:
+def _explain(dotted: str, problem: Any) -> tuple[str, str]:
+    """Return what is wrong with a key, and what to write."""
     kind, location = problem["type"], problem["loc"]
     if kind == "extra_forbidden":
-        known = _known_keys(location[:-1])
+        known, above = _known_keys(location[:-1]), dotted.rpartition(".")[0]
         elsewhere = [f"{section}.{location[-1]}" for section in _SECTIONS if location[-1] in _known_keys((section,))]
-        hint = did_you_mean(str(location[-1]), known) or did_you_mean(dotted, elsewhere)
-        return f"unknown key '{dotted}'{hint}; known: {', '.join(known)}"
+        close = closest_word(str(location[-1]), known)
+        there = closest_word(dotted, elsewhere) or (elsewhere[0] if len(elsewhere) == 1 else None)
+        hint = f" (did you mean '{close or there}'?)" if close or there else ""
+        meant = f"{above}.{close}".lstrip(".") if close else there
+        fix = f"write '{meant}'" if meant else f"leave out '{dotted}'"
+        return f"unknown key '{dotted}'{hint}; known: {', '.join(known)}", fix
     if kind == "missing":
-        if len(location) == 1:
-            return f"the section [{dotted}] is missing"
-        return f"'{dotted}' is missing"
+        keys = [key for key in _EXAMPLES if key == dotted or key.startswith(f"{dotted}.")]
+        example = (
+            f"leave out '{dotted.rpartition('.')[0]}'" if isinstance(location[-1], int) else f"add '{location[-1]}'"
+        )
+        fix = " ".join(f"--set {key}={_EXAMPLES[key]}" for key in keys) or example
+        return (f"the section [{dotted}] is missing" if len(location) == 1 else f"'{dotted}' is missing"), fix
     value = problem.get("input")
     got = f"{value!r}" if not isinstance(value, dict | BaseModel) else "a table"
     rule = problem["msg"].removeprefix("Input ").replace("valid tuple", "list")
-    return f"'{dotted}' = {got}: {rule}"
+    return f"'{dotted}' = {got}: {rule}", _value_that_fits(dotted, problem)
+
+
+_EXAMPLES: Final[Mapping[str, str]] = {
+    "model.target": "package.module:callable",
+    "data.source": "python-stdlib",
+    "optimizer.lr": "3e-4",
+    "train.steps": "100",
+    "train.global_batch_size": "32",
+}
+"""Keys without a default -> a value of each, as on the command line."""
+
+
+def _value_that_fits(dotted: str, problem: Any) -> str:
+    """Return what to write in the place of a value that its key does not take: a near one, an example, or nothing."""
+    limits, value = problem.get("ctx", {}), str(problem.get("input"))
+    if (limit := limits.get("ge", limits.get("le"))) is not None:
+        return f"--set {dotted}={int(limit) if limit == int(limit) else limit}"
+    if words := re.findall(r"'([^']+)'", str(limits.get("expected", ""))):
+        return f"--set {dotted}={closest_word(value, words) or words[0]}"
+    wants_whole = problem["type"].startswith("int")
+    if re.fullmatch(r"[0-9]+" if wants_whole else r"[0-9]+\.?[0-9]*(e-?[0-9]+)?", value) and not value.startswith("0"):
+        return f"--set {dotted}={value}"
+    if isinstance(problem["loc"][-1], int) or "." not in dotted:
+        return f"leave out '{dotted}'" if "." in dotted else f"write [{dotted}], and its keys below"
+    return f"--set {dotted}={_EXAMPLES[dotted]}" if dotted in _EXAMPLES else f"leave out '{dotted}'"
 
 
 def _known_keys(location: Iterable[Any]) -> list[str]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from meshwright.errors import ConfigError, MissingDependencyError
-from meshwright.train.config.checks import data_files
 from meshwright.train.config.imports import import_callable
+from meshwright.train.config.targets import data_files
 from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []

@@ -21,7 +21,7 @@ from meshwright.apply.tensor.guards import signatures
 from meshwright.apply.tensor.guards.ambient import Ambient, current_ambient
 from meshwright.apply.tensor.guards.described import OWN, digest
 from meshwright.apply.tensor.proof.proof import Experiment
-from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError, in_words
 from meshwright.apply.tensor.search.trace import Call
 from meshwright.apply.tensor.slices import Slices
 from meshwright.apply.tensor.tensor_layout import TensorLayout, is_inside, name_below
@@ -237,7 +237,7 @@ class Guard:
         except DisprovedError as error:
             return error.message, sizes, 2, True
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises on random numbers
-            return f"it cannot be run by itself: {type(error).__name__}: {error}", sizes, 2, True
+            return f"it cannot be run by itself, which a proof needs: {in_words(error)}", sizes, 2, True
 
     def _layouts(self) -> Sequence[TensorLayout]:
         """Return the layout for each dim along which the stream may be sliced."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import ScopeValues
-from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError
+from meshwright.apply.tensor.proof.shards_against_whole import Disproof, DisprovedError, in_words
 from meshwright.apply.tensor.search.trace import MAX_CALLS, Call
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
 
@@ -59,7 +59,7 @@ class Conditions:
             except Exception as error:  # whatever the module raises in this mode
                 kind = {None: "", True: " in training mode", False: " in eval mode"}[mode]
                 raise DisprovedError(
-                    f"it cannot be run by itself{kind} as it is called: {type(error).__name__}: {error}"
+                    f"it cannot be run by itself{kind} as it is called, which a proof needs: {in_words(error)}"
                 ) from error
             self._pending.pop(0)
             self._made.append(experiment)

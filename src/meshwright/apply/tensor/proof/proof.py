@@ -35,6 +35,7 @@ from meshwright.apply.tensor.proof.shards_against_whole import (
     check_gradient,
     check_left,
     check_shards,
+    in_words,
     is_equal,
     largest,
 )
@@ -251,7 +252,7 @@ class Experiment:
             if isinstance(first, MisshapenError) or _is_of_results(first):
                 raise first
             raise DisprovedError(
-                f"on shards: {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}",
+                f"tried on shards for {self.num_tp_ranks} ranks, {in_words(first)}: it works on whole tensors only",
                 Disproof.UNFIT_SIZES if type(first) is RuntimeError else Disproof.RAISED,
             )
         return [shard for shard in found if shard is not None]  # where nothing was raised, all of them

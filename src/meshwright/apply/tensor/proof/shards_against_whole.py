@@ -67,6 +67,18 @@ class DisprovedError(MeshwrightError):
         self.difference = Difference(kind, message)
 
 
+def in_words(error: BaseException) -> str:
+    r"""Return what code of a trial raised, as a part of a sentence: the first line alone, since the rest is a traceback's.
+
+    >>> in_words(RuntimeError("The size of tensor a (3) must match\n(more)"))
+    "its code raised RuntimeError, 'The size of tensor a (3) must match'"
+    >>> in_words(KeyError())
+    'its code raised KeyError'
+    """
+    text = (str(error).splitlines() or [""])[0]
+    return f"its code raised {type(error).__name__}" + (f", '{text}'" if text else "")
+
+
 def add_up(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """Return the sum of the ranks' gradients; None where no rank has one."""
     there = [gradient for gradient in gradients if gradient is not None]

@@ -18,7 +18,7 @@ from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
-from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
+from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError, in_words
 from meshwright.apply.tensor.search.deadline import Deadline
 from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
@@ -96,7 +96,7 @@ class _ScopeTrial:
                 raise
             except Exception as error:  # any exception of user code that runs alone
                 raise DisprovedError(
-                    f"'{self.scope}' cannot be run by itself: {type(error).__name__}: {error}"
+                    f"'{self.scope}' cannot be run by itself, which a proof needs: {in_words(error)}"
                 ) from error
             self._made[is_narrow] = made
         return self._made[is_narrow]
@@ -204,7 +204,7 @@ class Proving:
             except StopIteration:
                 break
             except Exception as error:  # noqa: BLE001 - a proposal that cannot be made is none
-                return None, first or f"no way to cut it was found: {type(error).__name__}: {error}"
+                return None, first or f"no way to cut it was found: looked at by itself, {in_words(error)}"
             known = self._other_sizes.why_failed(scope, region) if number >= ALWAYS_TRIED else None
             if known is not None:
                 difference = known
@@ -247,7 +247,9 @@ class Proving:
         except DisprovedError:
             raise
         except Exception as error:  # a trial that fails proves nothing
-            raise DisprovedError(f"the trial failed: {type(error).__name__}: {error}") from error
+            raise DisprovedError(
+                f"a cut was tried, and could not be compared with the whole: {in_words(error)}"
+            ) from error
 
     def _prove_once(self, scope: str, region: Region) -> Region:
         """Return a region as proven, in names relative to its scope, by experiments with it or with a twin."""
