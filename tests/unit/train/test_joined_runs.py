@@ -92,7 +92,8 @@ def test_a_run_whose_code_calls_sys_exit_is_not_done(monkeypatch, code):
     monkeypatch.setattr(unfinished, "await_all", waited.append)
     with pytest.raises(UserCodeError, match=re.escape(f"rank 1 of 2 called sys.exit({code!r})")) as caught:
         session.train(load_config(EXAMPLE), world)
-    assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, 4, "load")
-    assert [(event["event"], event["step"], event["phase"]) for event in told] == [("failed", 4, "load")]
+    # Four steps are done, so that it was to load the batch of the fifth.
+    assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, 5, "load")
+    assert [(event["event"], event["step"], event["phase"]) for event in told] == [("failed", 5, "load")]
     assert "in leave" in told[0]["traceback"]
     assert waited == [unfinished.LEAVE_S]  # before anything is told: who is told ends the ranks
