@@ -12,6 +12,7 @@ from meshwright.compare.comparison import Comparison
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(300),
     pytest.mark.usefixtures("templates"),
 ]  # four starts of ranks, on however busy a machine

@@ -18,7 +18,7 @@ import pytest
 import meshwright
 from meshwright.comm.shm.build import BuildError, build_extension
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("src", "pyproject.toml", "README.md", "LICENSE")

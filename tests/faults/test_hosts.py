@@ -15,6 +15,7 @@ IMPORTS = ("torch._dynamo", "meshwright.testing", "meshwright.run.applying")
 """What ranks need that compare a plan: an optimizer imports the first one when it is made."""
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.skipif(not can_make_hosts(), reason="needs the right to make namespaces, and ip, unshare and nsenter")
 def test_a_plan_over_two_hosts_and_a_rank_that_is_killed_on_the_other(zygote: Zygote) -> None:

@@ -42,6 +42,7 @@ print(json.dumps([work("single"), *mw.launch(work, 2, "dp=2", threads_per_rank=1
 """
 
 
+@pytest.mark.long
 def test_a_cell_launches_its_own_function_and_classes() -> None:
     pytest.importorskip("cloudpickle")
     # A program from the standard input has no file, as a kernel's main program has none.

@@ -339,6 +339,7 @@ cli.main()
 """
 
 
+@pytest.mark.long
 def test_a_run_goes_on_as_ranks_of_a_job(zygote: Zygote, tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
     interrupt(tmp_path, 6, "signal", "SIGTERM")
     assert train(tmp_path, DROPOUT) == 75

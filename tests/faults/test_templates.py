@@ -16,6 +16,7 @@ from meshwright.ranks import spawning
 from meshwright.ranks.launch import launch
 
 
+@pytest.mark.long
 def test_a_forked_rank_finds_what_one_of_its_own_interpreter_finds(
     monkeypatch: pytest.MonkeyPatch, own_template: None
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_forked_rank_finds_what_one_of_its_own_interpreter_finds(
         assert {**kept[rank], **{name: forked[rank][name] for name in different}} == forked[rank]
 
 
+@pytest.mark.long
 def test_ranks_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     template = spawning.TemplateProcess(dict(os.environ), ("numpy.random",))
     template.hear(60)
@@ -55,6 +57,7 @@ def test_ranks_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not set(first) & set(second)
 
 
+@pytest.mark.long
 def test_ranks_are_not_forked_from_a_process_that_has_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A debugger's, a profiler's, a monitor's, started by what Python imports first.
     (tmp_path / "sitecustomize.py").write_text(

@@ -43,6 +43,7 @@ def until(
     return watched
 
 
+@pytest.mark.long
 def test_a_run_is_watched_while_it_stands_still_and_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

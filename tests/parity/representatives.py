@@ -103,7 +103,7 @@ def each_value(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def first_of(items: list[pytest.Item], again: list[pytest.Item]) -> set[pytest.Item]:
-    """Return one item of each test, of the tables that take turns each plan once, and over gloo one item of each file.
+    """Return one item of each test but the long ones, of the tables that take turns each plan once, over gloo one of each file.
 
     Args:
         items: The items that are to run.
@@ -127,6 +127,7 @@ def first_of(items: list[pytest.Item], again: list[pytest.Item]) -> set[pytest.I
         met.update(values(best))
 
     by_file: dict[str, list[pytest.Item]] = {}
+    items = [item for item in items if item.get_closest_marker("long") is None]
     for item in again:
         by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for cells in by_file.values():

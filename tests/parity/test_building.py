@@ -35,6 +35,7 @@ def test_a_model_in_pages_is_one_devices_bit_for_bit(plan: str, kind: str) -> No
         assert jobs.different(rank["state"], expected) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2", "pp=2,micro_batches=2"])
 def test_pretrained_weights_are_the_same_under_every_plan(tmp_path: Path, plan: str) -> None:
     torch.manual_seed(5)

@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright import testing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
 def test_a_script_is_one_process(plan: str, tmp_path: Path) -> None:
     wanted = testing.run_ranks(jobs.run, 1, None)[0]

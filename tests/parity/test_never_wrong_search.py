@@ -45,6 +45,7 @@ def blocks_cut(layout: TensorLayout) -> set[str]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 2, 3] if FULL_GRID else [1, 3])
 def test_ranks_come_to_the_sums_of_their_terms_in_one_order(zero: int) -> None:
     # One rank's term had a bias and the other's zeros in its place: autograd took the two graphs in other orders.

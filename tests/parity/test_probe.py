@@ -14,6 +14,7 @@ from meshwright.measure.probe_listing import show_cluster
 from meshwright.measure.probe_sizes import COLLECTIVE_BYTES, VISITS
 
 
+@pytest.mark.long
 def test_a_probe_is_a_cluster_that_the_planner_reads(tmp_path: Path) -> None:
     seen: list[str] = []
     cluster = mw.probe_cluster(2, budget_s=0.005, on_stage=lambda name, _index, _count: seen.append(name))

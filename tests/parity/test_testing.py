@@ -176,6 +176,7 @@ def test_nothing():
 """
 
 
+@pytest.mark.long
 def test_what_a_test_leaves_behind_is_an_error(tmp_path: pathlib.Path) -> None:
     conftest = (pathlib.Path(__file__).parents[1] / "conftest.py").read_text()
     assert conftest.count("_PATIENCE_S = 5.0") == 1

@@ -92,6 +92,7 @@ def test_the_way_of_weighing_matters_to_what_is_compared() -> None:
     assert len(set(counts)) == 3
 
 
+@pytest.mark.long
 def test_a_run_resumes_under_another_plan_and_without(tmp_path: Path) -> None:
     under(PLANS[1], "tokens", tmp_path, save_strategy="steps", save_steps=2)
     saved = tmp_path / "checkpoint-2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.transport_torch import models
@@ -125,6 +126,7 @@ def _assert_read(backend: str, how: str, folder: Path, written: Numbers) -> None
         assert_equal(numbers, written, BITWISE, f"{folder.name}, read over {backend} by {how} rank {rank}")
 
 
+@pytest.mark.long
 def test_every_reader_gets_the_written_bits(tmp_path: Path) -> None:
     contents = []
     of_reference = ((BACKEND, "fsdp"),)  # it holds the same, see below, as far as sums in another order are
