@@ -74,6 +74,8 @@ def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [rank["error"] for rank in ranks if rank["error"] is not None]
     first = ranks[0]
     shared = {name: first[name] for name in ("cut_of_blocks", "first_step_s", "reasons") if name in first}
+    if "reasons" in shared:
+        shared["reasons"] = list(map(without_folders, shared["reasons"]))
     if errors:
         is_refused = len(errors) == len(ranks) and all(e["is_ours"] and e["fix"] for e in errors)
         kind = "refused" if is_refused else "hung" if any(e["type"] == "LostPeerError" for e in errors) else "crashed"
