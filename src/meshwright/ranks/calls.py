@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-KINDS = ("apply", "step", "evaluate", "forward", "whole", "gradients", "save", "load", "backward")
-"""Calls that all ranks make together, and in which code of the user's may run."""
 _NAMES = {
     "apply": "apply_plan",
     "step": "model.step",
@@ -41,6 +39,8 @@ _NAMES = {
     "load": "load_checkpoint",
     "backward": "model.backward",
 }
+KINDS = tuple(_NAMES)
+"""Calls that all ranks make together, and in which code of the user's may run."""
 _NUMBERS = 40
 """Bits that a call's number among those of its kind takes [count]."""
 _ANSWER_WITHIN = datetime.timedelta(seconds=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -246,6 +247,19 @@ def train_with_clamps(plan: str, bound: float) -> dict[str, Any]:
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield the messages that the project's logger is told inside of the context."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("meshwright")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
 def train_with_draws(plan: str, draws: str) -> dict[str, Any]:
     """Train with torch's dropout while nobody, everybody, or rank 0 alone draws a number before each step."""
 
@@ -255,42 +269,26 @@ def train_with_draws(plan: str, draws: str) -> dict[str, Any]:
             torch.rand(3)
         return share
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("meshwright")
-    logger.addHandler(handler)
-    try:
-        options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "sentinel_every": 2}
-        with mw.apply_plan(functools.partial(build_net, 0.3), plan, rng="torch", **options) as model:
-            told = step_until_told(model, 4, before)
-            whole = {
-                name: p.detach().clone() for name, p in model.module.named_parameters() if name.endswith("norm.weight")
-            }
-        return told | {"messages": messages, "whole": whole}
-    finally:
-        logger.removeHandler(handler)
+    options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "sentinel_every": 2}
+    with logged() as messages, mw.apply_plan(functools.partial(build_net, 0.3), plan, rng="torch", **options) as model:
+        told = step_until_told(model, 4, before)
+        named = model.module.named_parameters()
+        whole = {name: p.detach().clone() for name, p in named if name.endswith("norm.weight")}
+    return told | {"messages": messages, "whole": whole}
 
 
 def train_beside_shares() -> dict[str, Any]:
     """Train a tp=2 model with torch's dropout beside one under dp=2, whose ranks have generators of their own."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("meshwright")
-    logger.addHandler(handler)
-    try:
-        build, found, masks = functools.partial(build_net, 0.3), [], []
-        options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "rng": "torch"}
-        with mw.apply_plan(build, "tp=2", **options) as cut, mw.apply_plan(build, "dp=2", **options) as shared:
-            for number in range(3):
-                found.append(cut.step(mw.split_batch(language(8, number), cut)).loss)
-                cut.evaluate(mw.split_batch(language(4, number), cut))
-                masks.append(float(torch.rand(())))
-                shared.step(mw.split_batch(language(8, number), shared))
-        return {"losses": found, "masks": masks, "messages": messages}
-    finally:
-        logger.removeHandler(handler)
+    build, found, masks = functools.partial(build_net, 0.3), [], []
+    options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "rng": "torch"}
+    apply = functools.partial(mw.apply_plan, build, **options)
+    with logged() as messages, apply(plan="tp=2") as cut, apply(plan="dp=2") as shared:
+        for number in range(3):
+            found.append(cut.step(mw.split_batch(language(8, number), cut)).loss)
+            cut.evaluate(mw.split_batch(language(4, number), cut))
+            masks.append(float(torch.rand(())))
+            shared.step(mw.split_batch(language(8, number), shared))
+    return {"losses": found, "masks": masks, "messages": messages}
 
 
 def train_with_evaluation(plan: str, evaluates: bool) -> list[float]:
