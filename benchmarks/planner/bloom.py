@@ -29,7 +29,7 @@ def row_of(tp: int, pp: int, dp: int, micro: int) -> Row:
     return {
         "id": f"tp{tp} pp{pp} dp{dp} mbs{micro}",
         "group": "bigscience",
-        "source": "Megatron-DeepSpeed",
+        "source": "Megatron-DeepSpeed: bigscience-workshop/bigscience, train/tr11-176B-ml",
         "model": {
             "arch": "bloom", "layers": _LAYERS, "hidden": 14336, "heads": 112, "kv_heads": 112, "ffn_hidden": 57344,
             "vocab": 250880, "seq": 2048, "gated_mlp": False, "tied_embeddings": True,
@@ -37,6 +37,7 @@ def row_of(tp: int, pp: int, dp: int, micro: int) -> Row:
         "hardware": {
             "gpu": "A100-SXM4-80GB", "gpus": _DEVICES, "gpus_per_node": 8, "nvlink_domain": 8, "intra_bw_GBps": 300,
             "inter_bw_GBps_per_gpu": 6.25, "gpu_mem_GB": 80, "peak_bf16_dense_tflops": 312,
+            "notes": "Jean Zay, 4x100 Gb/s Omni-Path per 8-GPU node",
         },
         "parallel": {"dp": dp, "tp": tp, "pp": pp, "cp": 1, "vpp": 1, "sp": False, "zero_stage": 1, "schedule": "1f1b"},
         "batch": {"global": _SEQUENCES, "micro": micro, "grad_accum": _SEQUENCES // (dp * micro)},

@@ -38,6 +38,12 @@ _LLAMAS = ("llama", "mixtral", "qwen", "mistral", "deepseek", "internlm", "gemma
 _TWO_WAYS = ("bert", "roberta", "vit", "t5")
 """Beginnings of architectures without a causal mask."""
 
+_ON_OMNI_PATH = ("omni-path", "opa", "jean zay")
+
+_OMNI_PATH = 0.5
+"""What NCCL reaches on Omni-Path over what it is expected to on InfiniBand: 40.5 of a port's 100 Gb/s over 0.8. Source:
+bigscience-workshop/bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt, on Jean Zay: 4 hosts of 8 A100, one port."""
+
 
 def cluster_of(row: dict[str, Any]) -> ClusterSpec:
     """Return the row's cluster: what it prints, and the tables' numbers for the rest."""
@@ -56,6 +62,8 @@ def cluster_of(row: dict[str, Any]) -> ClusterSpec:
     in_host = min(hardware.get("nvlink_domain") or hardware.get("gpus_per_node") or 8, gpus)
     inside = hardware.get("intra_bw_GBps") or gpu.link_gb_per_s or (link.bytes_per_s / 1e9 if link else 32)
     between = hardware.get("inter_bw_GBps_per_gpu") or _usual_network(gpu.device)
+    if any(word in str(hardware.get("notes") or "").lower() for word in _ON_OMNI_PATH):
+        between *= _OMNI_PATH
     device = DeviceSpec(
         name=gpu.device,
         memory_bytes=int((hardware.get("gpu_mem_GB") or gpu.memory_gb or known.memory_bytes / 1e9) * 1e9),
@@ -194,9 +202,12 @@ def setup_of(row: dict[str, Any]) -> Setup:
         cut_evenly=software.cuts_evenly,
         cut_by_shares=software.cuts_by_shares,
         blocks_on_messages=software.blocks_on_messages,
+        waits_for_device=row["hardware"]["gpus"] >= software.waits_for_device_from,
         accumulated_bytes=software.accumulated_bytes,
+        loss_traffic=software.loss_traffic,
         loss_kept=software.loss_kept,
         keeps_gathered=software.keeps_gathered,
+        keeps_head=True,
         copies_per_rank=software.copies_per_rank,
         trains_weights="lora" not in row["task"].lower(),
         offloads_optimizer=bool(parallel.get("cpu_offload")),

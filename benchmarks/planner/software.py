@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any, Final
 
@@ -47,8 +48,12 @@ class Software:
     """Stages have as many blocks each."""
     blocks_on_messages: bool = False
     """Stages wait for each message by itself."""
+    waits_for_device_from: float = math.inf
+    """GPUs of a job from which its host waits for each kernel [count]."""
+    loss_traffic: tuple[float, float] = (16.0, 24.0)
+    """What cross-entropy moves for each logit in forward and in backward [bytes]."""
     loss_kept: float = 8.0
-    """What cross-entropy keeps for each logit beside the logits [bytes]."""
+    """What it keeps for each logit beside the logits [bytes]."""
     copies_per_rank: float = 0.0
     """Copies that ZeRO-3 issues for each rank of a gathering [count]."""
     keeps_gathered: bool = False
@@ -58,6 +63,14 @@ class Software:
     source: str
 
 
+_MEGATRON_LOSS: Final = (38.0, 14.0)
+"""To fp32 (6), maximum (4), difference in place (8), exponential (8), sum (4) and quotient in place (8); then gradients in place
+(8) and to 16 bits (6). Source: Megatron-LM, core/tensor_parallel/cross_entropy.py, read 2026-11-24."""
+
+_FUSED_LOSS: Final = (2.0, 4.0)
+"""16-bit logits are read once in each pass, and their gradients written. Source: flash-attention, ops/triton/cross_entropy.py and
+csrc/xentropy, read 2026-11-27."""
+
 _OLD: Final = Software(
     fused=True,
     native_attention=False,
@@ -65,6 +78,7 @@ _OLD: Final = Software(
     sends_slices=True,
     accumulated_bytes=6.0,
     cuts_evenly=True,
+    loss_traffic=_MEGATRON_LOSS,
     source=(
         "Megatron-LM of 2020 to 2022: fused bias, GELU, dropout and softmax kernels, scatter and gather of what stages send "
         "(Narayanan et al. 2021, arXiv:2104.04473, sections 4.1 and 4.2), and --no-gradient-accumulation-fusion says the rest"
@@ -95,35 +109,40 @@ _TORCHTITAN: Final = dataclasses.replace(
     ),
 )
 
-_COMPILED_LOSS: Final = {"loss_kept": 2.0}
+_COMPILED_LOSS: Final = {"loss_traffic": (4.0, 6.0), "loss_kept": 2.0}
 """Of torchtitan since January 2025, which compiles its loss, so that logits are never in fp32: components/loss.py,
 `build_cross_entropy_loss`."""
 
 _FOUNDRY: Final = dataclasses.replace(
     _EAGER,
     attention_speed=0.55,
+    loss_traffic=(34.0, 4.0),
     loss_kept=2.0,
     states={"bf16": StateBytes(parameter=4.0, gradient=4.0, optimizer=8.0)},
     source=(
         "MPT in llm-foundry of 2023 (configuration_mpt.py: attn_impl is triton): FlashAttention-2 is 1.3 to 2.5 times as fast as "
-        "Triton's (Dao 2023, arXiv:2307.08691, section 4.1); loss: modeling_mpt.py, loss_fn is fused_crossentropy"
+        "Triton's (Dao 2023, arXiv:2307.08691, section 4.1); loss: modeling_mpt.py, loss_fn is "
+        "fused_crossentropy, which reads logits once, and train_metrics are two that take PyTorch's of them in fp32 once more"
     ),
 )
 
 _NANOTRON: Final = dataclasses.replace(
     _EAGER,
+    loss_traffic=_MEGATRON_LOSS,
     cuts_by_shares=True,
     tp_operators=4.0,
     source=(
         "nanotron: blocks go to stages by shares of the work (src/nanotron/models/base.py, build_model); under tp a product is "
         "cut into three beside its gather, and backward gathers again (parallel/tensor_parallel/functional.py; the benchmark's "
-        "scripts/scaling_benchmarks.py turns that on): copies, views and buffers of an exchange are counted as four operators"
+        "scripts/scaling_benchmarks.py turns that on): copies, views and buffers of an exchange are counted as four operators; "
+        "its loss is Megatron's (_ShardedCrossEntropy)"
     ),
 )
 
 _INTERN: Final = dataclasses.replace(
     _EAGER,
     fused=True,
+    loss_traffic=_FUSED_LOSS,
     loss_kept=2.0,
     source=(
         "InternEvo: flash-attention's loss and rotary embedding and apex's norm (internlm/model/losses/ce_loss.py, "
@@ -139,6 +158,7 @@ _MEGATRON: Final = Software(
     accumulated_bytes=6.0,
     cuts_evenly=True,
     bucket_params=(40e6, 1e6),
+    loss_traffic=_MEGATRON_LOSS,
     sent_gradient_bytes=2.0,
     gathers_low=True,
     gathered_bytes={"fp8": 1.0, "mxfp8": 1.0},
@@ -164,12 +184,12 @@ _XLA: Final = dataclasses.replace(
     overlaps_tp=False,
     gathers_low=False,
     bucket_params=None,
+    loss_traffic=(4.0, 6.0),
     source="XLA fuses elementwise operators, and calls cuDNN (JAX-Toolbox, README)",
 )
 
 _DEEPSPEED: Final = dataclasses.replace(
     _OLD,
-    sends_slices=False,
     accumulated_bytes=10.0,
     calls_per_layer=4.0,
     copies_per_rank=1.0,
@@ -190,6 +210,10 @@ _DEEPSPEED: Final = dataclasses.replace(
     ),
 )
 
+_BLOOM: Final = {"waits_for_device_from": 320}
+"""Of the runs before BLOOM's training, which hung without CUDA_LAUNCH_BLOCKING=1 on 320 GPUs: bigscience-workshop/bigscience,
+train/tr11-176B-ml/chronicles-prequel.md, "dealing with JZ hanging on the large model" and "Hanging Issue"."""
+
 _YEAR: Final = re.compile(r"(20[23]\d)-?[01]\d")
 """Of a month in the name of a source."""
 
@@ -204,18 +228,25 @@ _TABLE: Final = (
     (("megatron-deepspeed", "bigscience", "deepspeed"), _DEEPSPEED),
     (("megatron", "mlperf", "transformer engine", "transformer-engine", "megascale"), _MEGATRON),
 )
-"""Words of a row's group, source and notes -> its software; the first that is found."""
+"""Words of a row's source, group or notes -> its software; the first that is found in the first of these that has one."""
 
 
 def software_of(row: dict[str, Any], *, recent: bool) -> Software:
     """Return the properties of a row's software; ``recent`` tells that it is of 2023 or later."""
-    text = " ".join(str(row.get(name) or "") for name in ("group", "source", "notes")).lower()
-    found = next((software for words, software in _TABLE if any(word in text for word in words)), _EAGER)
+    texts = [str(row.get(name) or "").lower() for name in ("source", "group", "notes")]
+    text = " ".join(texts)
+    # Notes may name what a row is compared with: what names the source says more.
+    named = (software for part in texts for words, software in _TABLE if any(word in part for word in words))
+    found = next(named, _EAGER)
+    if not recent and found is _MEGATRON and (row["parallel"].get("zero_stage") or 0) >= 3:
+        found = _DEEPSPEED  # no other tool of those years had ZeRO-3 for it
     if not recent and found in (_MEGATRON, _NEMO, _EAGER, _FOUNDRY):
         found = _OLD
     if recent and found is _DEEPSPEED:
         found = _EAGER
     parallel = row["parallel"]
+    if found is _DEEPSPEED and "tr11-176b" in text:
+        found = dataclasses.replace(found, **_BLOOM)
     if found is _TORCHTITAN and parallel.get("torch_compile") and (_YEAR.findall(text) or ["2025"])[-1] >= "2025":
         found = dataclasses.replace(found, **_COMPILED_LOSS)
     if parallel.get("torch_compile") is not None:

@@ -12,12 +12,10 @@ from meshwright.values import Problems
 
 __all__: list[str] = []
 
-_LOGITS_BYTES: Final = 4
-"""Cross-entropy is computed in fp32 whatever the model's dtype is, by PyTorch and by Megatron [bytes]."""
-
-_LOGITS_PASSES: Final = 9
-"""Passes of cross-entropy's forward over the logits: to fp32, maximum, difference, exponential, sum, logarithm, and the
-writes of three of them [count]. Source: Megatron-LM, core/tensor_parallel/cross_entropy.py, read 2026-11-24."""
+LOSS_BYTES: Final = 16
+"""Traffic of cross-entropy's forward for each logit in PyTorch: a 16-bit logit is read and written in fp32 (6), and the logarithm
+of the softmax reads that twice and writes once, of which a cache holds a part (10) [bytes]. Source: aten's SoftMax.cu, read
+2026-11-27. What other software moves, `Setup.loss_traffic` says."""
 
 
 MOST_LAYERS: Final = 10_000
@@ -182,7 +180,7 @@ class LayerOperators:
                 name="loss",
                 rows=rows,
                 columns=1,
-                traffic_bytes=_LOGITS_PASSES * _LOGITS_BYTES * rows * classes,
+                traffic_bytes=LOSS_BYTES * rows * classes,
                 split="inside",
             )
         )

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Final
 
 from meshwright.hardware.efficiency import ELEMENTWISE_BACKWARD
-from meshwright.plan.costs.machine import Machine, Moved, product_bytes
+from meshwright.plan.costs.machine import Machine, Moved, issued_s, product_bytes
 from meshwright.plan.costs.setup import Setup
 from meshwright.spec.layer import HostCalls, LayerSpec
+from meshwright.spec.layer_operators import LOSS_BYTES
 from meshwright.spec.operator import CAST, CONVOLUTION, OperatorSpec
 
 __all__: list[str] = []
@@ -45,10 +46,6 @@ _WEIGHT_CAST_BYTES: Final = 6.0
 _CAST_HOST: Final = 0.3
 """Host time of a cast, forward and backward, over that of the mean operator with the views around it [ratio].
 Measured by benchmarks/planner/cast_times.py on a CPU: 0.21 to 0.31."""
-
-_SHARP: Final = 16
-"""Exponent of the maximum of the host's and the device's time: both alike take 4 % longer than one. An estimate: the host is many
-kernels ahead wherever it is the faster one."""
 
 _REPEAT_HOST: Final = 3.0
 """Host time of a layer that torch's checkpoint repeats, over that of its forward: hooks see each saved tensor twice [ratio].
@@ -98,25 +95,29 @@ class LayerTimes:
     repeat_host: float = 1.0
     """Host time of its repetition over that of its forward [ratio]."""
 
-    def passes_s(self, machine: Machine, recompute: str, kept_bytes: float = 0.0) -> tuple[float, float, float]:
-        """Return seconds of forward, backward and recompute: the host may be slower than the device.
+    def passes_s(
+        self, machine: Machine, recompute: str, kept_bytes: float = 0.0, waits: bool = False
+    ) -> tuple[float, float, float]:
+        """Return seconds of forward, backward and recompute of one micro-batch; the host may be slower than the device.
 
         Args:
             machine: The devices.
             recompute: What runs again.
             kept_bytes: What all layers of a rank keep between forward and backward [bytes].
+            waits: Whether the host waits for each kernel.
         """
-        (host_s, host_backward_s), ahead = self.host_s(machine), machine.efficiency.issues_ahead
+        ahead = machine.efficiency.issues_ahead and not waits
+        host_s, host_backward_s = self.host_s(machine)
         traffic_bytes = self.forward_moved.traffic_bytes
         longer = 1.0 + (machine.efficiency.skew if self.num_collectives else 0.0)
         whole = (self.forward_s + machine.far_s(self.forward_moved, kept_bytes)) * longer
-        forward = _issued(whole + self.forward_comm_s, host_s, ahead=ahead)
+        forward = issued_s(whole + self.forward_comm_s, host_s, ahead=ahead)
         backward_s = (self.backward_s + machine.far_s(self.backward_moved, kept_bytes)) * longer
-        backward = _issued(backward_s + self.backward_comm_s, host_backward_s, ahead=ahead)
+        backward = issued_s(backward_s + self.backward_comm_s, host_backward_s, ahead=ahead)
         elementwise_s = self.elementwise_s + machine.far_s(Moved(traffic_bytes=traffic_bytes), kept_bytes)
         repeated = {"full": whole + self.forward_comm_s, "all_but_products": elementwise_s}
         host_s *= self.repeat_host
-        repeated = {kind: _issued(seconds, host_s, ahead=ahead) for kind, seconds in repeated.items()}
+        repeated = {kind: issued_s(seconds, host_s, ahead=ahead) for kind, seconds in repeated.items()}
         repeated["selective"] = self.core_s
         repeated["every_other_product"] = elementwise_s + self.product_s / 2
         again = repeated.get(recompute, 0.0)
@@ -235,6 +236,9 @@ def _add_elementwise(times: LayerTimes, operator: OperatorSpec, setup: Setup, ma
     passes = machine.efficiency.elementwise_passes if setup.is_eager and operator.name in _SEVERAL_KERNELS else 1.0
     traffic = operator.traffic_bytes * scale * passes
     backward = 1.0 if operator.function == CAST else ELEMENTWISE_BACKWARD  # another cast, of as many bytes
+    if operator.name == "loss" and not operator.function:  # of a model that is made from sizes
+        traffic *= setup.loss_traffic[0] / LOSS_BYTES
+        backward = setup.loss_traffic[1] / setup.loss_traffic[0]
     ratio, ratio_backward = machine.efficiency.functions.get(operator.function, (1.0, 1.0))
     runs_s = operator.num_runs * scale * machine.efficiency.run_s
     forward = machine.traffic_s(traffic) * ratio + runs_s
@@ -391,10 +395,3 @@ def _add_ending(times: LayerTimes, column: OperatorSpec, setup: Setup, machine: 
     times.forward_comm_s += machine.collective_s("all_gather", num_bytes, setup.tp, spread)
     times.num_collectives += 1
     times.sent_bytes += others * num_bytes
-
-
-def _issued(device_s: float, host_s: float, *, ahead: bool) -> float:
-    if not ahead:
-        return device_s + host_s
-    # A smooth maximum: passes that the host can just feed wait for it here and there.
-    return (device_s**_SHARP + host_s**_SHARP) ** (1 / _SHARP)

@@ -25,6 +25,10 @@ _LEAST_DEPTH: Final = 512
 """Elements of the inner size that are left to a tile where several tiles share one place of a small result, as those of weights'
 gradients do: libraries cut it ("Parallelized Reductions", CUTLASS, efficient_gemm.md, read 2026-11-26). An estimate [count]."""
 
+_SHARP: Final = 16
+"""Exponent of the maximum of the host's and the device's time: both alike take 4 % longer than one. An estimate: the host is many
+kernels ahead wherever it is the faster one."""
+
 _MISALIGNED: Final = 7.0
 """Products whose inner size is no multiple of 8 elements leave the tensor cores' layout [ratio of times].
 Source of the rule: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"; the ratio is fitted to
@@ -178,6 +182,14 @@ class Machine:
         if inside:
             return num_bytes / self.link_bytes_per_s + self.efficiency.link_latency_s
         return num_bytes / self.network_bytes_per_s + self.efficiency.network_latency_s
+
+
+def issued_s(device_s: float, host_s: float, *, ahead: bool) -> float:
+    """Return the time of what the host issues to the device [s]: their sum where it does not run ahead."""
+    if not ahead:
+        return device_s + host_s
+    # A smooth maximum: passes that the host can just feed wait for it here and there.
+    return (device_s**_SHARP + host_s**_SHARP) ** (1 / _SHARP)
 
 
 def _waves(waves: float) -> float:

@@ -103,8 +103,11 @@ class Setup:
     """Whether fused attention is written for this generation of device (cuDNN's, FlashAttention-3), not for the one before."""
     attention_speed: float = 1.0
     """Of its fused attention over FlashAttention-2 or what is its equal [ratio]."""
+    loss_traffic: tuple[float, float] = (16.0, 24.0)
+    """What cross-entropy reads and writes for each logit in forward and in backward: PyTorch's, or of a tool that has its own
+    [bytes]."""
     loss_kept: float = 8.0
-    """What cross-entropy keeps for each logit beside the logits, in fp32 or not at all [bytes]."""
+    """What it keeps for each logit beside the logits, in fp32 or not at all [bytes]."""
     keeps_gathered: bool = False
     """Whether a layer that runs again keeps the whole sequence that its products read meanwhile, not the slice of it."""
     copies_per_rank: float = 0.0
@@ -134,6 +137,10 @@ class Setup:
     blocks_on_messages: bool = False
     """Whether each message between stages is waited for by itself, and a stage's results are kept until their gradients are
     there, as by DeepSpeed's pipeline engine; others send and receive in pairs."""
+    keeps_head: bool = False
+    """Whether blocks alone run again, as other tools have it, and not what follows the last one."""
+    waits_for_device: bool = False
+    """Whether the host waits for each kernel before it issues the next one (CUDA_LAUNCH_BLOCKING=1)."""
     whole_below: float = 0.0
     """ZeRO-3 keeps layers with fewer bytes of parameters whole [bytes]."""
     one_process: bool = False
@@ -214,7 +221,8 @@ _values_of: Final = operator.attrgetter(*_FIELDS)
 
 SEEN_BY_LAYERS: Final = (
     "tp", "cp", "micro_batch_size", "sequence_parallel", "dtype", "element_bytes", "own_dtypes", "overlaps_tp", "is_eager",
-    "trains_weights", "native_attention", "attention_speed", "loss_kept", "gathers_low", "tp_operators", "kv_share",
+    "trains_weights", "native_attention", "attention_speed", "loss_traffic", "loss_kept", "gathers_low", "tp_operators",
+    "kv_share", "waits_for_device", "keeps_head",
 )  # fmt: skip
 """What a layer sees of a setup: setups that differ in nothing else share its cost."""
 

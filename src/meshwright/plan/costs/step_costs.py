@@ -128,7 +128,10 @@ class StepCosts:
     ) -> LayersCost:
         """Return what the layers take, with so many bytes kept between forward and backward, and so long for a gradient added."""
         kinds = self._times(*seen)
-        passes = [times.passes_s(self.machine, recompute, kept_bytes) for times in kinds]
+        known = dict(zip(SEEN_BY_LAYERS, seen, strict=True))
+        passes = [times.passes_s(self.machine, recompute, kept_bytes, known["waits_for_device"]) for times in kinds]
+        if known["keeps_head"]:
+            passes[self._kind[-1]] = (*passes[self._kind[-1]][:2], 0.0)
         if recompute != "none":
             each = self.machine.efficiency.runtime_s("recompute", len(self._kind)) / len(self._kind)
             passes = [(forward, backward, again + each) for forward, backward, again in passes]
@@ -145,9 +148,8 @@ class StepCosts:
 
     def _accumulated_s(self, setup: Setup) -> float:
         """Return what it takes to add an element of a gradient to those of the micro-batches before [s]."""
-        if setup.trains_weights and setup.micro_batches > 1:
-            return setup.accumulated_bytes / self.machine.memory_bytes_per_s
-        return 0.0
+        adds = setup.trains_weights and setup.micro_batches > 1
+        return setup.accumulated_bytes / self.machine.memory_bytes_per_s if adds else 0.0
 
     def cost(self, setup: Setup) -> StepCost:
         """Return the cost of one step."""
