@@ -149,7 +149,10 @@ def plan(
     ] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Devices of a TOML file's plans.")] = None,
     refine: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Of a TOML file: run the best N for some steps, and rank again.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Of a TOML file: run the best N for some steps; auto then takes the fastest."
+        ),
     ] = 0,
     strategies: Annotated[
         bool, typer.Option("--strategies", help="Show every preset beside one device, in place of the best plans.")

@@ -1,7 +1,8 @@
 """`meshwright plan CONFIG`: plans for a configuration on this machine, and their refinement by short runs.
 
-The best plans are run for a few steps. What they took over what was predicted makes one scalar for computing and one for
-exchanging, by which the machine's numbers are corrected; then plans are ranked again. Free of torch.
+The best plans are run for a few steps, in turns. The fastest of them is what `--plan auto` takes from then on. What they took
+over what was predicted makes one scalar for computing and one for exchanging, by which the machine's numbers are corrected; the
+others are ranked by those. Free of torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from meshwright.plan.plan_table import list_plans
 from meshwright.plan.search.ranking import make_plans, predict_plan
 from meshwright.spec.plan import Plan
 from meshwright.train.config.load import load_config
+from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning.config_model import Described
+from meshwright.train.planning.measured import MeasuredPlan, keep_measured, today
 from meshwright.train.planning.predictor import Predictor, default_devices, threads_of
 from meshwright.train.planning.this_machine import keep_cluster
 from meshwright.train.progress import ProgressView
@@ -31,6 +34,9 @@ __all__: list[str] = []
 
 _STEPS: Final = 10
 """Measured steps of a plan that is run [count]."""
+
+_TURNS: Final = 3
+"""How often each plan is run: two starts of one plan differ by some 5 % [count]."""
 
 _BOUNDS: Final = (0.1, 10.0)
 """What a scalar may be: beyond it something else than the machine's speed is wrong [ratio]."""
@@ -76,16 +82,55 @@ def plan_config(
         if cluster is not None:
             whole = load_cluster(cluster)
             known, machine = predictor.task(devices or whole.num_devices, whole)
-        else:
-            known, machine = predictor.task(default_devices(config))
+            return list_plans(known.model, machine, known.train, top=top, json_path=json_path)
+        known, machine = predictor.task(count := default_devices(config))
         note = ""
         if refine:
-            plans = make_plans(known.model, machine, known.train, top=refine)
-            measured = run_trials(config, plans, _STEPS, view)
-            machine = learn(machine, plans, measured)
+            plans = [*make_plans(known.model, machine, known.train, top=refine), *_of_one_process(machine)]
+            turns = _run_in_turns(config, plans, view)
+            keep_measured(known, count, fastest_first(plans, turns))
+            machine = learn(
+                machine, [plan for _ in turns for plan in plans], [trial for turn in turns for trial in turn]
+            )
             keep_cluster(machine, machine.num_devices, threads_of(plans[0]))
-            note = _held(plans, measured, known, machine)
-    return list_plans(known.model, machine, known.train, top=top, json_path=json_path) + note
+            note = _held(plans, turns, known, machine)
+        ran = predictor.measured(known, count)
+    return list_plans(known.model, machine, known.train, top=top, json_path=json_path, ran=ran) + note
+
+
+def _of_one_process(machine: ClusterSpec) -> list[Plan]:
+    """Return what else uses the same cores: on a host whose devices are its cores, one process with all of them."""
+    return [Plan.parse("single")] if machine.num_devices > 1 and machine.device.name == "cpu" else []
+
+
+def _run_in_turns(config: TrainConfig, plans: Sequence[Plan], view: ProgressView) -> list[list[Trial]]:
+    """Run plans in turns, and return the trials of each turn in the order of the plans.
+
+    Each turn begins with another plan: what runs first finds the machine as the last one left it, and its speed drifts.
+    """
+    turns: list[list[Trial]] = []
+    for turn in range(_TURNS):
+        shift = turn % len(plans)
+        made = run_trials(config, [*plans[shift:], *plans[:shift]], _STEPS, view)
+        turns.append(made[len(plans) - shift :] + made[: len(plans) - shift])
+    return turns
+
+
+def fastest_first(plans: Sequence[Plan], turns: Sequence[Sequence[Trial]]) -> list[MeasuredPlan]:
+    """Return plans that ran in every turn, by their medians over the turns of what they took over the turn's mean."""
+    shares: dict[int, list[float]] = {}
+    steps: dict[int, list[float]] = {}
+    for trials in turns:
+        took = {place: statistics.median(one.step_seconds) for place, one in enumerate(trials) if one.error is None}
+        mean = statistics.geometric_mean(took.values())
+        for place, step_s in took.items():
+            shares.setdefault(place, []).append(step_s / mean)
+            steps.setdefault(place, []).append(step_s)
+    whole = [place for place, found in shares.items() if len(found) == len(turns)]
+    return [
+        MeasuredPlan(plans[place], statistics.median(steps[place]), today(), len(turns))
+        for place in sorted(whole, key=lambda place: statistics.median(shares[place]))
+    ]
 
 
 def learn(cluster: ClusterSpec, plans: Sequence[Plan], trials: Sequence[Trial]) -> ClusterSpec:
@@ -156,17 +201,25 @@ def scaled(cluster: ClusterSpec, scalars: Scalars) -> ClusterSpec:
     return dataclasses.replace(cluster, device=device, link=link, efficiency=dataclasses.replace(efficiency, **changes))
 
 
-def _held(plans: Sequence[Plan], trials: Sequence[Trial], known: Described, cluster: ClusterSpec) -> str:
+def _held(plans: Sequence[Plan], turns: Sequence[Sequence[Trial]], known: Described, cluster: ClusterSpec) -> str:
     """Return the plans that were run: predicted before, measured, predicted after."""
-    lines = ["", "", "Run for a few steps:"]
-    for plan, trial in zip(plans, trials, strict=True):
-        if trial.error is not None or plan.prediction is None:
-            lines.append(f"- '{plan}': {trial.error}")
+    lines = ["", "", f"Run in {len(turns)} turns of {_STEPS} steps:"]
+    for place, plan in enumerate(plans):
+        of_plan = [turn[place] for turn in turns]
+        failed = next((one.error for one in of_plan if one.error is not None), None)
+        if failed is not None:
+            lines.append(f"- '{plan}': {failed}")
+            continue
+        measured = format_seconds(statistics.median(statistics.median(one.step_seconds) for one in of_plan))
+        if plan.prediction is None:
+            lines.append(f"- '{plan}' with all cores: {measured} measured")
             continue
         after = predict_plan(known.model, cluster, known.train, plan)
-        measured = format_seconds(statistics.median(trial.step_seconds))
         lines.append(
             f"- '{plan}': {format_seconds(plan.prediction.step_s)} predicted, {measured} measured, "
             f"{format_seconds(after.step_s)} after the correction"
         )
+    best = fastest_first(plans, turns)
+    if best:
+        lines.append(f"`--plan auto` takes '{best[0].plan}' for this training here, until it is refined again.")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.errors import ConfigError, StorageError
@@ -46,10 +46,26 @@ def _read(path: Path) -> str:
 
 
 def list_plans(
-    spec: ModelSpec, cluster: ClusterSpec, train: TrainSpec, *, top: int, json_path: Path | None = None
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    train: TrainSpec,
+    *,
+    top: int,
+    json_path: Path | None = None,
+    ran: Sequence[tuple[Plan, float]] = (),
 ) -> str:
-    """Return the best plans as text, and write them as JSON where a path is given."""
-    plans = make_plans(spec, cluster, train, top=top)
+    """Return the best plans as text, and write them as JSON where a path is given.
+
+    Args:
+        spec: The model.
+        cluster: The devices.
+        train: Global batch, optimizer and precision.
+        top: Plans to show at most [count].
+        json_path: Write the plans there.
+        ran: Plans that were run, the fastest first, each with its step [s]: they come first, whatever is predicted.
+    """
+    plans = _with_those_that_ran(make_plans(spec, cluster, train, top=top), [plan for plan, _ in ran], top=top)
+    measured = {str(plan): step_s for plan, step_s in ran}
     if json_path is not None:
         import json
 
@@ -60,36 +76,47 @@ def list_plans(
                 f"the plans could not be written to {json_path}: {error.strerror}", fix="--json plans.json"
             ) from error
     heads = [f"{spec}", f"{cluster}, {train.global_batch_size} samples a step", ""]
-    return "\n".join([*heads, *_table(plans, train), *_order(plans), "", *_why(plans[0])])
+    return "\n".join(
+        [*heads, *_table(plans, train, measured), *_order(plans[len(ran) :], len(ran)), "", *_why(plans[0])]
+    )
 
 
-def _table(plans: Sequence[Plan], train: TrainSpec) -> list[str]:
-    rows = [("", "plan", "step", "samples/s", "memory", "bubble", "MFU")]
+def _with_those_that_ran(plans: Sequence[Plan], ran: Sequence[Plan], *, top: int) -> list[Plan]:
+    """Return plans that ran, with all that is known of them, then the others."""
+    known = {str(plan): plan for plan in plans}
+    first = [
+        known[line].replace(reasons=plan.reasons + known[line].reasons) if (line := str(plan)) in known else plan
+        for plan in ran
+    ]
+    of_first = {str(plan) for plan in first}
+    return [*first, *(plan for plan in plans if str(plan) not in of_first)][: max(top, 1)]
+
+
+def _table(plans: Sequence[Plan], train: TrainSpec, measured: Mapping[str, float]) -> list[str]:
+    rows = [("", "plan", *(("measured",) if measured else ()), "step", "samples/s", "memory", "bubble", "MFU")]
     for rank, plan in enumerate(plans, start=1):
-        prediction = plan.prediction
-        if prediction is None:  # a plan of make_plans has one
-            continue
-        rows.append(
-            (
-                f"{rank}.",
-                str(plan),
-                format_seconds(prediction.step_s),
-                f"{train.global_batch_size / prediction.step_s:.4g}",
-                format_bytes(prediction.peak_bytes),
-                f"{prediction.bubble_fraction:.0%}",
-                "-" if prediction.mfu is None else f"{prediction.mfu:.0%}",
+        cells, cost = ("-",) * 5, plan.prediction
+        if cost is not None:
+            cells = (
+                format_seconds(cost.step_s),
+                f"{train.global_batch_size / cost.step_s:.4g}",
+                format_bytes(cost.peak_bytes),
+                f"{cost.bubble_fraction:.0%}",
+                "-" if cost.mfu is None else f"{cost.mfu:.0%}",
             )
-        )
+        step_s = measured.get(str(plan))
+        took = ("-" if step_s is None else format_seconds(step_s),) if measured else ()
+        rows.append((f"{rank}.", str(plan), *took, *cells))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _order(plans: Sequence[Plan]) -> list[str]:
+def _order(plans: Sequence[Plan], num_above: int) -> list[str]:
     """Say why a plan stands below one that takes longer."""
     times = [0.0 if plan.prediction is None else plan.prediction.step_s for plan in plans]
     return [
         f"{rank}. is {above / below - 1:.1%} faster than {rank - 1}., which is simpler: a further strategy counts as 1 %"
-        for rank, (above, below) in enumerate(itertools.pairwise(times), start=2)
+        for rank, (above, below) in enumerate(itertools.pairwise(times), start=num_above + 2)
         if format_seconds(below) != format_seconds(above) and below < above
     ]
 

@@ -10,14 +10,27 @@ import pytest
 
 import meshwright as mw
 from meshwright.compare import refine as module
-from meshwright.compare.refine import Scalars, learn, plan_config, scalars_of, scaled
+from meshwright.compare.refine import Scalars, fastest_first, learn, plan_config, scalars_of, scaled
 from meshwright.compare.rows import Trial
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec
+from meshwright.host import CACHE_VARIABLE
+from meshwright.kept_files import keep_file
 from meshwright.plan.search.ranking import predict_plan
-from meshwright.train.planning import predictor
+from meshwright.train.config.load import load_config
+from meshwright.train.planning import measured, predictor
+from meshwright.train.planning.choosing import choose
 from meshwright.train.planning.config_model import Described
+from meshwright.train.planning.this_machine import CLUSTER_VARIABLE
 from unit.plan.ideal import ideal_with
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep nothing where a user's runs would find it."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(CLUSTER_VARIABLE, raising=False)
+
 
 CLASSIC = Path(__file__).parents[3] / "examples" / "mlp_classic.toml"
 MODEL = mw.ModelSpec.transformer(layers=4, hidden=256, heads=4, vocab=256, sequence=64)
@@ -56,6 +69,13 @@ def trial_of(plan: mw.Plan, *, compute: float, exchange: float) -> Trial:
     return Trial(
         name=str(plan), plan=str(plan), num_devices=2, num_ranks=2, step_seconds=[busy + waits] * 3, num_samples=[8] * 3,
         num_tokens=[512] * 3, losses=[1.0] * 6, sent_bytes=[[0.0, 0.0]] * 3, wait_seconds=[[waits, waits]] * 3,
+    )  # fmt: skip
+
+
+def of_single(step_s: float) -> Trial:
+    return Trial(
+        name="single", plan="single", step_seconds=[step_s] * 3, num_samples=[8] * 3, num_tokens=[512] * 3, losses=[1.0] * 6,
+        sent_bytes=[[0.0]] * 3,
     )  # fmt: skip
 
 
@@ -107,7 +127,7 @@ def test_the_best_plans_are_run_and_what_they_say_is_kept(monkeypatch: pytest.Mo
     def run(_config: Any, best: Sequence[mw.Plan], steps: int, _view: Any) -> list[Trial]:
         assert steps > 0
         ran.append([str(plan) for plan in best])
-        return [trial_of(plan, compute=1.5, exchange=1.0) for plan in best]
+        return [trial_of(plan, compute=1.5, exchange=1.0) if plan.prediction else of_single(2e-3) for plan in best]
 
     monkeypatch.setattr(
         predictor, "describe_config", lambda _config, _autocast: Described(MODEL, TRAIN, loaded_bytes=0)
@@ -118,11 +138,68 @@ def test_the_best_plans_are_run_and_what_they_say_is_kept(monkeypatch: pytest.Mo
     plain = plan_config(CLASSIC, devices=2, top=2)
     assert ran == kept == []
     text = plan_config(CLASSIC, devices=2, top=2, refine=3)
-    assert len(ran[0]) == 3
-    assert "Run for a few steps:" in text
-    assert text.count("measured") == 3
+    assert [len(turn) for turn in ran] == [4, 4, 4], "three plans, and one process with all cores"
+    assert len({turn[0] for turn in ran}) == 3, "each turn begins with another"
+    assert "Run in 3 turns" in text
+    assert text.count(" predicted, ") == 3
     assert plain.splitlines()[0] == text.splitlines()[0]
     assert kept[0].device.peak("fp32") == pytest.approx(host().device.peak("fp32") / 1.5)
+    assert "'single' with all cores: 2 ms measured" in text
+
+
+def test_plans_that_ran_are_ranked_by_what_they_took_whatever_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        predictor, "describe_config", lambda _config, _autocast: Described(MODEL, TRAIN, loaded_bytes=0)
+    )
+    monkeypatch.setattr(predictor, "this_machine", lambda *_args, **_options: host())
+    slower = {0: 1.5, 1: 1.0, 2: 2.0}
+    order: list[str] = []
+
+    def run(_config: Any, best: Sequence[mw.Plan], _steps: int, _view: Any) -> list[Trial]:
+        order.extend(str(plan) for plan in best if plan.prediction and str(plan) not in order)
+        return [
+            trial_of(plan, compute=slower[order.index(str(plan))], exchange=1.0) if plan.prediction else of_single(1.0)
+            for plan in best
+        ]
+
+    monkeypatch.setattr(module, "run_trials", run)
+    text = plan_config(CLASSIC, devices=2, top=5, refine=2)
+    rows = [line.split()[1] for line in text.splitlines() if line[:1].isdigit() and line[1:3] == ". "]
+    assert rows[:3] == [order[1], order[0], "single"]
+    assert f"`--plan auto` takes '{order[1]}'" in text
+    assert "measured on" in text.partition("Why ")[2].splitlines()[1]
+    # What is kept is what a later listing and a run of "auto" begin with.
+    later = plan_config(CLASSIC, devices=2, top=5)
+    assert [line.split()[1] for line in later.splitlines() if line[:2] in ("1.", "2.", "3.")] == rows[:3]
+    chosen, lines = choose(load_config(CLASSIC, plan="auto", devices=2), predictor.Predictor(load_config(CLASSIC)))
+    assert str(chosen.plan) == order[1]
+    assert "measured on" in lines[1]
+
+
+def test_a_plan_that_failed_once_is_not_among_the_fastest() -> None:
+    made, single = plans(), of_single(1.0)
+    turns = [[trial_of(made[0], compute=1.0, exchange=1.0), single], [failed(made[0]), single]]
+    (one,) = fastest_first([made[0], mw.Plan.parse("single")], turns)
+    assert (str(one.plan), one.step_s, one.turns) == ("single", 1.0, 2)
+
+
+def test_the_order_is_that_of_shares_of_a_turn_not_of_seconds() -> None:
+    made = plans()[:2]
+    turns = [[of_single(slow * one) for one in (1.0, 0.9)] for slow in (1.0, 3.0, 1.02)]
+    turns[1] = [of_single(3.0), of_single(2.7)]
+    assert [str(one.plan) for one in fastest_first(made, turns)] == [str(made[1]), str(made[0])]
+
+
+@pytest.mark.parametrize("written", [b"[", b'{"plan": 3}', b'[{"plan": "dp=no"}]', b"[{}]", b"[3]"])
+def test_what_cannot_be_read_of_plans_that_ran_is_left_aside(written: bytes, tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "plans.json"
+    monkeypatch.setattr(measured, "kept_file", lambda *_facts: path)
+    known = Described(MODEL, TRAIN, loaded_bytes=0)
+    assert measured.measured_plans(known, 2) == []
+    measured.keep_measured(known, 2, [measured.MeasuredPlan(mw.Plan.parse("dp=2"), 0.5, "2026-11-27", 3)])
+    assert [str(one.plan) for one in measured.measured_plans(known, 2)] == ["dp=2"]
+    keep_file(path, written)
+    assert measured.measured_plans(known, 2) == []
 
 
 def test_plans_for_another_cluster_need_no_machine_of_that_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from meshwright.errors import ApplyError, ConfigError, StoppedOnRequest
@@ -20,6 +21,7 @@ from meshwright.spec.supported import refuse_unbuilt
 from meshwright.train.config.checks import check_config, visible_devices
 from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning.config_model import Described, describe_config, precision_of
+from meshwright.train.planning.measured import MeasuredPlan, measured_plans, reason_for
 from meshwright.train.planning.messages import foresee, foreseen_axis
 from meshwright.train.planning.this_machine import (
     is_named,
@@ -36,6 +38,8 @@ _MOST_PLANS: Final = 5
 
 _ALL_PLANS: Final = 2000
 """The same where some of a plan is given already [count]."""
+
+_MEASURE: Final = "predicted: `meshwright plan CONFIG --refine 3` runs the best three, and auto then takes the fastest"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,19 +71,20 @@ class Predictor:
         self._why_not = ""
         self._has_warned = False
 
-    def predict(self, plan: Plan, threads: int | None = None) -> Foreseen:
+    def predict(self, plan: Plan, threads: int | None = None, *, measure: bool = True) -> Foreseen:
         """Return what a step of a plan should cost.
 
         Args:
             plan: The plan.
             threads: Threads that one device computes with; None means what `train` gives it [count].
+            measure: Whether to measure the machine where nothing is kept of it, and the predictor may.
 
         Raises:
             StoppedOnRequest: A signal asked to stop while the machine was measured.
         """
         threads = threads or threads_of(plan)
         try:
-            cluster = self._cluster(plan.num_devices if plan.mode != "model_parallel" else 1, threads)
+            cluster = self._cluster(plan.num_devices if plan.mode != "model_parallel" else 1, threads, measure)
             if cluster is None:
                 return Foreseen(
                     None, "" if is_switched_off() else "this machine is not measured; `meshwright probe` does it"
@@ -98,7 +103,7 @@ class Predictor:
             return Foreseen(None, f"{type(error).__name__}: {error}")
 
     def best(self, num_devices: int, *, wanted: Mapping[str, object] | None = None) -> Plan:
-        """Return the plan that is expected to be the fastest on that many devices, with its reasons and its prediction.
+        """Return the plan that was measured to be the fastest on that many devices, or else is expected to be: with its reasons.
 
         Args:
             num_devices: The devices, all of which are used [count].
@@ -115,8 +120,9 @@ class Predictor:
         known = self._description(cluster.autocast(precision_of(self._config)))
         refusals: list[str] = []
         wanted = wanted or {}
-        for plan in make_plans(
-            known.model, _loaded(cluster, known), known.train, top=_ALL_PLANS if wanted else _MOST_PLANS
+        top = _ALL_PLANS if wanted else _MOST_PLANS
+        for plan in itertools.chain(
+            (plan for plan, _ in self.measured(known, num_devices)), _lazily(known, _loaded(cluster, known), top=top)
         ):
             if any(getattr(plan, name) != value for name, value in wanted.items()):
                 continue
@@ -128,6 +134,17 @@ class Predictor:
                 continue
             return plan
         raise ConfigError("; ".join(refusals) or f"no plan has {', '.join(f'{k}={v}' for k, v in wanted.items())}")
+
+    def measured(self, known: Described, num_devices: int) -> list[tuple[Plan, float]]:
+        """Return plans that were run here for this training, the fastest first, each with its step [s]; nothing is measured."""
+        if is_named():
+            return []
+        ran = measured_plans(known, num_devices)
+        return [(self._with_reason(one, ran), one.step_s) for one in ran]
+
+    def _with_reason(self, one: MeasuredPlan, ran: Sequence[MeasuredPlan]) -> Plan:
+        predicted = self.predict(one.plan, measure=False).prediction
+        return one.plan.replace(prediction=predicted, reasons=(reason_for(one, ran),))
 
     def task(self, num_devices: int, cluster: ClusterSpec | None = None) -> tuple[Described, ClusterSpec]:
         """Return the model with its training, and so many devices of a cluster, or of this machine.
@@ -170,11 +187,11 @@ class Predictor:
                 raise
         return self._described[autocast]
 
-    def _cluster(self, num_ranks: int, threads: int) -> ClusterSpec | None:
+    def _cluster(self, num_ranks: int, threads: int, measure: bool = True) -> ClusterSpec | None:
         cluster = this_machine(num_ranks, threads, measure=False)
         if cluster is not None:
             cluster = _part_of(cluster, num_ranks)  # of one that was named
-        if self._measure and not is_switched_off() and (cluster is None or is_outdated(cluster)):
+        if measure and self._measure and not is_switched_off() and (cluster is None or is_outdated(cluster)):
             ranks = (
                 f"{num_ranks} rank{'' if num_ranks == 1 else 's'} with {threads} thread{'' if threads == 1 else 's'}"
             )
@@ -196,6 +213,13 @@ def threads_of(plan: Plan) -> int:
     # model_parallel computes on one device at a time.
     shares = 1 if plan.mode == "model_parallel" else plan.num_devices
     return max(1, usable_cores() // shares)
+
+
+def _lazily(known: Described, cluster: ClusterSpec, *, top: int) -> Iterator[Plan]:
+    """Yield plans by what is predicted: nothing is searched before the first one is asked for."""
+    hint = (_MEASURE,) if cluster.num_devices > 1 and not is_named() else ()
+    for plan in make_plans(known.model, cluster, known.train, top=top):
+        yield plan.replace(reasons=(*plan.reasons, *hint))
 
 
 def _loaded(cluster: ClusterSpec, known: Described) -> ClusterSpec:

@@ -65,7 +65,7 @@ def this_machine(
     named = os.environ.get(CLUSTER_VARIABLE)
     if named:
         return load_cluster(named)
-    kept = _kept_file(num_ranks, threads)
+    kept = kept_file("machine", num_ranks, threads)
     if kept is not None:
         # A file that was cut, changed or planted, or is of a later version: measured anew.
         with contextlib.suppress(ConfigError, OSError, ValueError):
@@ -94,7 +94,7 @@ def is_outdated(cluster: ClusterSpec) -> bool:
 
 def keep_cluster(cluster: ClusterSpec, num_ranks: int, threads: int) -> None:
     """Keep a cluster for later runs on this host; where that cannot be, they measure anew."""
-    path = _kept_file(num_ranks, threads)
+    path = kept_file("machine", num_ranks, threads)
     if path is None:
         return
     with contextlib.suppress(OSError):
@@ -106,8 +106,13 @@ def keep_for_runs(cluster: ClusterSpec) -> None:
     keep_cluster(cluster, cluster.num_devices, max(1, usable_cores() // cluster.num_devices))
 
 
-def _kept_file(num_ranks: int, threads: int) -> Path | None:
-    """Return where a cluster is kept; None where nothing can be."""
+def kept_file(kind: str, *facts: object) -> Path | None:
+    """Return where something that holds for this host alone is kept; None where nothing can be.
+
+    Args:
+        kind: What it is, the first word of the file's name.
+        facts: What it also depends on, each as its `repr` tells it.
+    """
     facts = (
         _FORMAT,
         os.uname().nodename,
@@ -116,11 +121,10 @@ def _kept_file(num_ranks: int, threads: int) -> Path | None:
         visible_devices(),
         metadata.version("torch"),
         choose_transport(os.environ),
-        num_ranks,
-        threads,
+        *facts,
     )
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
     try:
-        return private_cache_directory() / f"machine-{digest}.json"
+        return private_cache_directory() / f"{kind}-{digest}.json"
     except OSError:
         return None
