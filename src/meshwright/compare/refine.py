@@ -42,6 +42,10 @@ _BOUNDS: Final = (0.1, 10.0)
 """What a scalar may be: beyond it something else than the machine's speed is wrong [ratio]."""
 
 
+_LEAST_WAITED: Final = 0.01
+"""Share of the steps that waiting must be foreseen to take: less of it says nothing of the machine [ratio]."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scalars:
     """Measured over predicted."""
@@ -89,13 +93,22 @@ def plan_config(
             plans = [*make_plans(known.model, machine, known.train, top=refine), *_of_one_process(machine)]
             turns = _run_in_turns(config, plans, view)
             keep_measured(known, count, fastest_first(plans, turns))
-            machine = learn(
-                machine, [plan for _ in turns for plan in plans], [trial for turn in turns for trial in turn]
-            )
-            keep_cluster(machine, machine.num_devices, threads_of(plans[0]))
-            note = _held(plans, turns, known, machine)
+            machine, aside = _corrected(machine, plans, turns)
+            note = _held(plans, turns, known, machine) + aside
         ran = predictor.measured(known, count)
     return list_plans(known.model, machine, known.train, top=top, json_path=json_path, ran=ran) + note
+
+
+def _corrected(
+    machine: ClusterSpec, plans: Sequence[Plan], turns: Sequence[Sequence[Trial]]
+) -> tuple[ClusterSpec, str]:
+    """Return the cluster as plans found it, which is kept; or as it was, and why."""
+    try:
+        found = learn(machine, [plan for _ in turns for plan in plans], [trial for turn in turns for trial in turn])
+    except ConfigError as error:  # plans that ran are ranked by what they took all the same
+        return machine, f"\nThe machine's numbers stay as they were: {error.message}; {error.fix}"
+    keep_cluster(found, found.num_devices, threads_of(plans[0]))
+    return found, ""
 
 
 def _of_one_process(machine: ClusterSpec) -> list[Plan]:
@@ -156,6 +169,7 @@ def scalars_of(plans: Sequence[Plan], trials: Sequence[Trial]) -> Scalars:
         ConfigError: No plan ran.
     """
     computed: list[float] = []
+    predicted: list[float] = []
     waited = foreseen = 0.0
     for plan, trial in zip(plans, trials, strict=True):
         if trial.error is not None or plan.prediction is None:
@@ -168,9 +182,11 @@ def scalars_of(plans: Sequence[Plan], trials: Sequence[Trial]) -> Scalars:
         computed.append((step - waits) / (time.forward_s + time.backward_s + time.recompute_s + time.optimizer_s))
         if plan.pp == 1:  # in a pipeline ranks also wait for each other's work
             waited, foreseen = waited + waits, foreseen + time.exposed_comm_s
+            predicted.append(plan.prediction.step_s)
     if not computed:
         raise ConfigError("none of the plans ran: " + "; ".join(f"'{one.plan}': {one.error}" for one in trials))
-    return Scalars(statistics.median(computed), waited / foreseen if waited > 0 and foreseen > 0 else 1.0)
+    tells = waited > 0 and foreseen > _LEAST_WAITED * sum(predicted)
+    return Scalars(statistics.median(computed), waited / foreseen if tells else 1.0)
 
 
 def scaled(cluster: ClusterSpec, scalars: Scalars) -> ClusterSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,35 @@ def test_after_the_correction_a_step_is_predicted_as_it_was_measured(line: str) 
 def test_a_correction_names_itself_once() -> None:
     twice = scaled(scaled(host(), Scalars(2.0, 1.0)), Scalars(0.5, 1.0))
     assert twice.device.sources["peak_flops_per_s.fp32"] == "measured; corrected by 0.5 after runs"
+
+
+def test_waiting_that_was_not_foreseen_says_nothing() -> None:
+    def alone(plan: mw.Plan) -> mw.Plan:
+        assert plan.prediction is not None
+        time = dataclasses.replace(plan.prediction.time, exposed_comm_s=1e-17)
+        return plan.replace(prediction=dataclasses.replace(plan.prediction, time=time))
+
+    trials = [trial_of(plan, compute=1.0, exchange=1.0) for plan in plans()]
+    assert scalars_of(list(map(alone, plans())), trials).exchange == 1.0
+
+
+def test_plans_are_ranked_where_the_machine_is_not_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        predictor, "describe_config", lambda _config, _autocast: Described(MODEL, TRAIN, loaded_bytes=0)
+    )
+    monkeypatch.setattr(predictor, "this_machine", lambda *_args, **_options: host())
+    monkeypatch.setattr(module, "keep_cluster", lambda *_args: pytest.fail("it is not to be kept"))
+    monkeypatch.setattr(
+        module,
+        "run_trials",
+        lambda _config, best, _steps, _view: [
+            trial_of(plan, compute=30.0, exchange=1.0) if plan.prediction else of_single(1.0) for plan in best
+        ],
+    )
+    text = plan_config(CLASSIC, devices=2, top=2, refine=1)
+    assert "stay as they were" in text
+    assert "meshwright probe" in text
+    assert "`--plan auto` takes" in text
 
 
 @pytest.mark.parametrize("compute", [0.05, 20.0])
