@@ -189,9 +189,11 @@ class _Run:
         prediction, measurement = self._config.plan.prediction, self._record(summaries).measurement
         if prediction is None or measurement is None:
             return
-        sent = sum(summaries[0]["sent_bytes"].values()) / max(1, self._num_new_steps)
         text = held_against(
-            prediction, step_s=measurement.step_s, peak_bytes=measurement.peak_memory_bytes, sent_bytes=sent
+            prediction,
+            step_s=measurement.step_s,
+            peak_bytes=measurement.peak_memory_bytes,
+            sent_bytes=summaries[0]["step_sent_bytes"],
         )
         self._say(f"prediction: {text}")
 

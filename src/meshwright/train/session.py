@@ -86,7 +86,7 @@ class _Session:
         self.began_at = time.perf_counter()
         self._has_told_plan = False
         self._has_told_held = False
-        self._waits = array("d")
+        self._waits, self._sent = array("d"), array("d")
         """Time in each new step for which this rank stood still for exchanges [s]."""
 
     def run(self, *, resume: bool) -> dict[str, Any]:
@@ -208,9 +208,10 @@ class _Session:
                     batch = next(batches)
                 lr = schedule.set_step(self.step)
                 self._enter("step")
-                waited = model.ledger.wait_s
+                waited, sent = model.ledger.wait_s, model.ledger.sent_bytes
                 result = model.step(batch)
                 self._waits.append(model.ledger.wait_s - waited)
+                self._sent.append(model.ledger.sent_bytes - sent)
                 self._tell_plan(model)
                 self._tell_held(model)
                 self.step += 1
@@ -335,6 +336,7 @@ class _Session:
             "eval_loss": self.state.eval_loss,
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "sent_bytes": {axis: round(amount) for axis, amount in sent.items()},
+            "step_sent_bytes": statistics.median(self._sent[WARM_UP_STEPS:] or self._sent or [0.0]),
             "wait_s": self._median_wait_s(),
             # Of a resumed run that has nothing left to do, no batch came: what tp or pp would hold is not known.
             "held_bytes": model.held_bytes() if model.engine.is_prepared else {},

@@ -104,3 +104,15 @@ def test_a_failure_is_of_the_step_that_the_lines_of_progress_name(
     session._enter(phase)
     assert progress == [reported]  # a training's world counts from 1
     assert session.failure(ConfigError("no"))["step"] == told
+
+
+def test_what_a_step_sends_is_told_without_first_steps_evaluations_and_checkpoints() -> None:
+    from meshwright.train.session import WARM_UP_STEPS, _Session  # pyright: ignore[reportPrivateUsage]
+
+    world = SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu"))
+    session = _Session(CONFIG, world)  # type: ignore[arg-type]
+    session._sent.extend([9000.0] * WARM_UP_STEPS + [10.0, 10.0, 30.0])
+    entries = {("all_reduce", "dp"): SimpleNamespace(sent_bytes=1e6)}
+    model = SimpleNamespace(ledger=SimpleNamespace(entries=entries), engine=SimpleNamespace(is_prepared=False))
+    found = session._summary(model)  # type: ignore[arg-type]
+    assert (found["step_sent_bytes"], found["sent_bytes"]) == (10.0, {"dp": 1_000_000})
