@@ -93,7 +93,9 @@ def _with_those_that_ran(plans: Sequence[Plan], ran: Sequence[Plan], *, top: int
 
 
 def _table(plans: Sequence[Plan], train: TrainSpec, measured: Mapping[str, float]) -> list[str]:
-    rows = [("", "plan", *(("measured",) if measured else ()), "step", "samples/s", "memory", "bubble", "MFU")]
+    rows: list[tuple[str, ...]] = [
+        ("", "plan", *(("measured",) if measured else ()), "step", "samples/s", "memory", "bubble", "MFU")
+    ]
     for rank, plan in enumerate(plans, start=1):
         cells, cost = ("-",) * 5, plan.prediction
         if cost is not None:

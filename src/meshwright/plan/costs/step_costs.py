@@ -129,7 +129,9 @@ class StepCosts:
         """Return what the layers take, with so many bytes kept between forward and backward, and so long for a gradient added."""
         kinds = self._times(*seen)
         known = dict(zip(SEEN_BY_LAYERS, seen, strict=True))
-        passes = [times.passes_s(self.machine, recompute, kept_bytes, known["waits_for_device"]) for times in kinds]
+        passes = [
+            times.passes_s(self.machine, recompute, kept_bytes, bool(known["waits_for_device"])) for times in kinds
+        ]
         if known["keeps_head"]:
             passes[self._kind[-1]] = (*passes[self._kind[-1]][:2], 0.0)
         if recompute != "none":
