@@ -117,9 +117,8 @@ class StepCosts:
 
     def _times_of(self, *seen: object) -> tuple[LayerTimes, ...]:
         setup = Setup(**dict(zip(SEEN_BY_LAYERS, seen, strict=True)))  # type: ignore[arg-type]
-        last = self._kind[-1]
         return tuple(
-            layer_times(kind, setup, self.machine, model_bytes=self._model_bytes, is_last=place == last)
+            layer_times(kind, setup, self.machine, model_bytes=self._model_bytes, is_last=place == self._kind[-1])
             for place, kind in enumerate(self._kinds)
         )
 
@@ -129,10 +128,9 @@ class StepCosts:
         """Return what the layers take, with so many bytes kept between forward and backward, and so long for a gradient added."""
         kinds = self._times(*seen)
         known = dict(zip(SEEN_BY_LAYERS, seen, strict=True))
-        passes = [
-            times.passes_s(self.machine, recompute, kept_bytes, bool(known["waits_for_device"])) for times in kinds
-        ]
-        if known["keeps_head"]:
+        waits, keeps_head = bool(known["waits_for_device"]), known["keeps_head"]
+        passes = [times.passes_s(self.machine, recompute, kept_bytes, waits) for times in kinds]
+        if keeps_head:
             passes[self._kind[-1]] = (*passes[self._kind[-1]][:2], 0.0)
         if recompute != "none":
             each = self.machine.efficiency.runtime_s("recompute", len(self._kind)) / len(self._kind)
