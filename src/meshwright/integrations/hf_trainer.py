@@ -23,7 +23,7 @@ from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.run.applying import apply_plan
 from meshwright.run.checkpoints.loading import load_checkpoint
-from meshwright.run.checkpoints.saving import save_checkpoint
+from meshwright.run.checkpoints.saving import forget_others, save_checkpoint
 from meshwright.run.losses.loss import Loss
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.spec import Plan
@@ -330,7 +330,11 @@ class Trainer(transformers.Trainer):
         if self.parallel is None or not self._has_ranks:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        saved = save_checkpoint(self.parallel, Path(output_dir) / DIRECTORY, step=self.state.global_step)
+        directory = Path(output_dir) / DIRECTORY
+        forget_others(
+            self.parallel, directory
+        )  # of an earlier Trainer, whose checkpoint transformers overwrites as well
+        saved = save_checkpoint(self.parallel, directory, step=self.state.global_step)
         if self.args.should_save:
             options = self.parallel.optimizer.param_groups
             state = optimizer_file.read_whole(saved, self._groups, options)

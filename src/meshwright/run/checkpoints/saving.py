@@ -152,6 +152,14 @@ def _has_other(model: ParallelModel, directory: Path, step: int) -> bool:
     return is_there()
 
 
+def forget_others(model: ParallelModel, directory: str | Path) -> None:
+    """Let a save of this model replace those of other models there, as whoever writes a whole directory anew does."""
+    root = os.path.realpath(directory)
+    for other in tuple(_savers):
+        if other is not model:
+            other.last_saves.pop(root, None)
+
+
 def wait_for_checkpoint(model: ParallelModel) -> None:
     """Return when a save in the background is on the disk; every rank calls it.
 
