@@ -56,6 +56,14 @@ def test_gathering_shares_of_unequal_size_is_refused_with_what_joins_them() -> N
         assert "mw.gather_batch" in str(outcome.error)
 
 
+def test_a_mean_over_shares_of_unequal_size_is_refused_and_the_fix_is_one_process() -> None:
+    for outcome in testing.run_outcomes(jobs.reduced, 2, "dp=2", "mean"):
+        assert "that have [2, 1] rows of the last batch" in str(outcome.error)
+    wanted = jobs.rows()[:3][0][:, 0].mean().item()
+    for way in ("sum", "alike"):
+        assert testing.run_ranks(jobs.reduced, 2, "dp=2", way) == pytest.approx([wanted, wanted], rel=FLOAT64)
+
+
 def test_pipelines_are_refused() -> None:
     from meshwright.integrations.fabric import PlanStrategy
 

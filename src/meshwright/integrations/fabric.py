@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.apply.norm import values_of
 from meshwright.describe.batches import count_samples, split_samples
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import share_streams
@@ -59,6 +60,8 @@ class PlanStrategy(SingleDeviceStrategy):
         """The model under the plan, once it is set up."""
         self.global_rank, self.local_rank = self._world.rank, self._world.local_rank
         self.world_size = self._world.world_size
+        self._sizes = [0] * self.plan.dp
+        """Rows of each share of the last batch that a loader has given [count]."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -113,7 +116,7 @@ class PlanStrategy(SingleDeviceStrategy):
         Its iteration raises ApplyError where ranks have other batches; all ranks iterate together.
         """
         place = self.plan.mesh.coordinate(self._world.rank).dp
-        return dataloader if self.world_size == 1 else _Shares(dataloader, place, self.plan.dp, self._world)
+        return dataloader if self.world_size == 1 else _Shares(dataloader, place, self._sizes, self._world)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -140,12 +143,10 @@ class PlanStrategy(SingleDeviceStrategy):
         return torch.tensor(self._planned().clip_grad_norm(float(max_norm)), dtype=torch.float64)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:  # noqa: ARG002 - its signature
-        """Refuse to clip entries, of which ranks have parts.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(f"clip_val={clip_val} clips entry by entry", fix="fabric.clip_gradients(..., max_norm=1.0)")
+        """Clip each entry of the whole model's gradient, on the rank that has it."""
+        for holder in self._planned().engine.gradient_holders():
+            if holder.grad is not None:
+                values_of(holder.grad).clamp_(-float(clip_val), float(clip_val))
 
     def _planned(self) -> ParallelModel:
         if self.parallel is None:
@@ -169,11 +170,24 @@ class PlanStrategy(SingleDeviceStrategy):
         return torch.stack(found.all_gather(tensor.detach())) if found.size > 1 else tensor.detach()[None]
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the sum, or the plain mean, over the shares of the batch."""
+        """Return the sum over the shares of the batch, or their mean where they have equally many rows, or equal values.
+
+        Raises:
+            ApplyError: The mean of shares that have other numbers of rows, which is not one process' mean.
+        """
         if not isinstance(tensor, torch.Tensor):
             return tensor
         gathered = self.all_gather(tensor, group)
-        return gathered.sum(0) if "sum" in str(reduce_op).lower() else gathered.mean(0)
+        if "sum" in str(reduce_op).lower():
+            return gathered.sum(0)
+        if len(set(self._sizes)) > 1 and not bool((gathered == gathered[0]).all()):
+            raise ApplyError(
+                f"fabric.all_reduce was asked for the mean over shares that have {self._sizes} rows of the last batch, and other "
+                "values: one process' mean weighs each row alike",
+                fix="fabric.all_reduce(value * n, reduce_op='sum') / fabric.all_reduce(n, reduce_op='sum'), with n = "
+                "torch.tensor(float(rows of this rank)), and 0 in place of value * n where there are none",
+            )
+        return gathered.mean(0)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -248,9 +262,9 @@ class _Forward(nn.Module):
 class _Shares:
     """A loader whose batches are one share of the given loader's, which are the same on all ranks."""
 
-    def __init__(self, loader: Any, place: int, num_shares: int, world: World) -> None:
+    def __init__(self, loader: Any, place: int, sizes: list[int], world: World) -> None:
         self.__dict__.update(vars(loader))
-        self._loader, self._place, self._num_shares, self._world = loader, place, num_shares, world
+        self._loader, self._place, self._sizes, self._world = loader, place, sizes, world
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -260,12 +274,12 @@ class _Shares:
         while self._has_next(found := list(itertools.islice(batches, 1)), number):
             number += 1
             batch = found[0]
-            if self._num_shares == 1:
+            if len(self._sizes) == 1:
                 yield batch
                 continue
-            small, more = divmod(count_samples(batch), self._num_shares)
-            sizes = [small + (place < more) for place in range(self._num_shares)]
-            yield split_samples(batch, sizes)[self._place]
+            small, more = divmod(count_samples(batch), len(self._sizes))
+            self._sizes[:] = [small + (place < more) for place in range(len(self._sizes))]
+            yield split_samples(batch, list(self._sizes))[self._place]
 
     def _has_next(self, found: list[Any], number: int) -> bool:
         """Return whether there is a batch; raise ApplyError where ranks have other ones, or another number of them."""

@@ -48,6 +48,7 @@ def run(plan: str | None, path: str | None = None) -> Found:
             if number % 2:
                 norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
                 found["norms"].append(float(norm))
+                fabric.clip_gradients(model, optimizer, clip_val=0.05)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -116,3 +117,21 @@ def gathered_unevenly(plan: str) -> None:
     module = build()
     fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     fabric.all_gather(torch.ones(1 + fabric.global_rank, 2))
+
+
+def reduced(plan: str, way: str) -> float:
+    """Return the mean over a batch of three rows: of shares' means, by the fix of its refusal, or of what ranks have alike."""
+    from lightning_fabric import Fabric
+
+    from meshwright.integrations.fabric import PlanStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=PlanStrategy(plan))
+    module = build()
+    fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), batch_size=3))
+    x, _ = next(iter(loader))
+    n = torch.tensor(float(len(x)))
+    if way == "mean":
+        return float(fabric.all_reduce(x[:, 0].mean(), reduce_op="mean"))
+    found = fabric.all_reduce(x[:, 0].mean() * n, reduce_op="sum") / fabric.all_reduce(n, reduce_op="sum")
+    return float(fabric.all_reduce(found, reduce_op="mean"))
