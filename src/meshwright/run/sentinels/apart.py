@@ -6,7 +6,7 @@ are compared in what all ranks call anyway: evaluations, saves, and `whole_param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -27,11 +27,12 @@ _NUM_ENTRIES = 16
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-def refuse_apart(engine: Engine, *, is_whole: bool = False) -> None:
+def refuse_apart(engine: Engine, before: Callable[[], None], *, is_whole: bool = False) -> None:
     """Refuse parameters of which ranks that hold the same ones have other values; every rank calls it, outside of steps.
 
     Args:
         engine: The strategy.
+        before: Called on every rank before it raises, to name another cause: a replaced layer, for example.
         is_whole: Whether every rank has every parameter whole now.
 
     Raises:
@@ -46,7 +47,7 @@ def refuse_apart(engine: Engine, *, is_whole: bool = False) -> None:
         odd: list[str] = []
         for group, named in groups:
             odd += _find_odd(group, [pair for pair in named if isinstance(pair[1], nn.Parameter)], engine.device)
-        _raise_if_any(engine, odd)
+        _raise_if_any(engine, odd, before)
 
 
 def refuse_written_apart(engine: Engine, mesh: MeshSpec, written: Named) -> None:
@@ -82,11 +83,12 @@ def _find_odd(group: Communicator, named: Named, device: torch.device) -> list[s
     return [name for name in told[0] if len({rank.get(name, told[0][name]) for rank in told}) > 1]
 
 
-def _raise_if_any(engine: Engine, odd: Sequence[str]) -> None:
+def _raise_if_any(engine: Engine, odd: Sequence[str], before: Callable[[], None]) -> None:
     count = torch.tensor([float(len(odd))], dtype=torch.float64, device=engine.device)
     engine.everyone.all_reduce(count, "max")
     if not count.item():
         return
+    before()
     told = engine.everyone.all_gather_json(list(odd), device=engine.device)
     raise apart_error(list(dict.fromkeys(name for rank in told for name in rank)))
 

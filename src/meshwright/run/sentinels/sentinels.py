@@ -259,17 +259,18 @@ class Sentinels:
         """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""
         self._watch.forget()
 
-    def refuse_apart(self, *, is_whole: bool = False) -> None:
+    def refuse_apart(self, before: Callable[[], None], *, is_whole: bool = False) -> None:
         """Refuse parameters that a script has given other values on ranks which hold the same; called outside of steps.
 
         Args:
+            before: Called on every rank before it raises, to name another cause.
             is_whole: Whether every rank has every parameter whole now.
 
         Raises:
             ApplyError: On every rank.
         """
         if self.is_watching:
-            refuse_apart(self._engine, is_whole=is_whole)
+            refuse_apart(self._engine, before, is_whole=is_whole)
 
     def take_whole_writes(self) -> None:
         """Take what was written inside `whole_parameters`; called where every rank leaves it."""
