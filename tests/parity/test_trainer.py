@@ -124,6 +124,15 @@ def assert_rest_equal(found: jobs.Found) -> None:
     assert_equal({**found, "logs": logs(found)}, rest, FLOAT64)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+def test_a_second_trainer_takes_the_model_from_the_first(plan: str, tmp_path: Path) -> None:
+    wanted = jobs.one_after_another(None, str(tmp_path / "plain"))
+    for found in testing.run_ranks(jobs.one_after_another, 2, plan, str(tmp_path / "plan")):
+        testing.assert_parity(found["between"], wanted["between"], FLOAT64)
+        testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+        assert "is a later Trainer's now" in found["refused"]
+
+
 def test_dropout_is_drawn_again_when_a_run_resumes(tmp_path: Path) -> None:
     whole = under("dp=2", "dropout", tmp_path, save_strategy="steps", save_steps=2)[0]
     found = under("dp=2", "dropout", tmp_path, tmp_path / "checkpoint-2")[0]

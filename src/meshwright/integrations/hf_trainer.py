@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
-from meshwright.integrations import loss_parts, optimizer_file, share_streams
+from meshwright.integrations import loss_parts, optimizer_file, share_streams, taken_over
 from meshwright.integrations.one_process import FirstProcess, be_one_process, skipping_on_each_rank
 from meshwright.integrations.planned import PlannedModule, bare, count_samples, kept_config, num_parameters, tied_names
 from meshwright.integrations.refusals import refuse_arguments, refuse_generation, refuse_model, refuse_plan
@@ -86,13 +86,18 @@ class Trainer(transformers.Trainer):
         self._planned: PlannedModule | None = None
         self._loss_kind: loss_parts.Kind | None = None
         self._is_undecided = False
-        self._num_forwards = 0
-        self._num_looks = 0
+        self._num_forwards = self._num_looks = 0
         self._groups: list[list[str]] = []
         self._num_parameters = 0
         self._tied: dict[str, str] = {}
         refuse_plan(self.plan)
         super().__init__(*args, **kwargs)
+        if isinstance(self.model, torch.nn.Module):
+            taken_over.take(self.model, self)
+
+    def give_up(self) -> None:
+        """Leave the model to a later Trainer, whole."""
+        self.parallel = self._planned = None
 
     # -- what the Trainer believes of its process -------------------------------------------------------------------------
 
@@ -128,6 +133,7 @@ class Trainer(transformers.Trainer):
             return self._planned
         if not training:
             return model
+        taken_over.hold(module, self)
         if self.parallel is not None:
             self.parallel.close()
         refuse_model(module, self.plan)
