@@ -74,8 +74,21 @@ def run_in_turn(
     *,
     log: str,
     until: float,
+    goes_on: Callable[[str], Any] = _REFUSAL.search,
 ) -> int:
-    """Run tests on this rank as `run_tests` does; `run_one` gives a test's outcome, and `prepare` its directories."""
+    """Run tests on this rank as `run_tests` does.
+
+    Args:
+        names: The tests.
+        run_one: name -> the test's outcome and a text.
+        prepare: Called with a test's number before it.
+        log: Where outcomes are noted.
+        until: The time after which no test begins [s].
+        goes_on: Tells of a failure's text, alike on all ranks, whether other tests may follow in the same ranks.
+
+    Returns:
+        How many were run.
+    """
     world = mw.join_world()
     has_refused = False
     for number, name in enumerate(names):
@@ -85,7 +98,7 @@ def run_in_turn(
         told = [(kind, text, time.time())]
         if world.world_size > 1:
             told = [tuple(each) for each in world.default_group.all_gather_json(told[0])]
-        is_refused = all(each[0] == "failed" and _REFUSAL.search(each[1]) for each in told)
+        is_refused = all(each[0] == "failed" and goes_on(each[1]) for each in told)
         is_refused = is_refused and len({each[1] for each in told}) == 1
         is_bad = any(each[0] not in ("passed", "skipped") for each in told)
         _note(f"{log}.{world.rank}", name, "again" if has_refused and is_bad and not is_refused else kind, text)
@@ -191,6 +204,7 @@ def run_all(
     seconds: float,
     limit_s: float,
     tests: Callable[..., int] = run_tests,
+    group: int = GROUP,
 ) -> dict[str, tuple[str, str]]:
     """Return each test's outcome, the worst of all ranks; those that are known already stay."""
     num_ranks = 1 if plan is None else mw.Plan.parse(plan).num_ranks
@@ -205,7 +219,7 @@ def run_all(
             until = time.time() + end - time.monotonic()
             try:
                 mw.launch(
-                    *(tests, num_ranks, checkout, left[:GROUP], plan, f"{base}/dirs{start}", log, until),
+                    *(tests, num_ranks, checkout, left[:group], plan, f"{base}/dirs{start}", log, until),
                     timeout_s=limit_s,
                 )  # fmt: skip
             except Exception as error:  # a test's own, or of a rank that waits for the one that failed

@@ -18,7 +18,7 @@ from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import loss_parts, optimizer_file, share_streams, taken_over
 from meshwright.integrations.one_process import FirstProcess, be_one_process, skipping_on_each_rank
 from meshwright.integrations.planned import PlannedModule, bare, count_samples, kept_config, num_parameters, tied_names
-from meshwright.integrations.refusals import refuse_arguments, refuse_generation, refuse_model, refuse_plan
+from meshwright.integrations.refusals import finite, refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.run.applying import apply_plan
@@ -306,7 +306,7 @@ class Trainer(transformers.Trainer):
     def _norm_clipped_to(self, max_norm: float) -> torch.Tensor | None:
         if self.parallel is None:
             return None
-        return torch.tensor(self.parallel.clip_grad_norm(max_norm), dtype=torch.float64)
+        return torch.tensor(finite(self.parallel.clip_grad_norm(max_norm), self.state.global_step), dtype=torch.float64)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of one process, though a rank may hold fewer parameters."""

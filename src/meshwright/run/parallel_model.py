@@ -197,7 +197,7 @@ class ParallelModel:
         """
         with self.engine.switch.plain(), self.told("evaluate"), self.stepper.casts.taken_in():
             self._number_draws(evaluates=True)
-            self.stepper.sentinels.refuse_apart(self.stepper.refuse_early_change)
+            self.stepper.sentinels.refuse_apart(self.stepper.refuse_early_change, in_turn=True)
             return self.stepper.evaluate(batch)
 
     def _number_draws(self, *, evaluates: bool) -> None:

@@ -24,30 +24,50 @@ __all__: list[str] = []
 _NUM_ENTRIES = 16
 """Entries of a parameter that are looked at: a copy that was trained differs in nearly all [count]."""
 
+_NUM_IN_TURN = 16
+"""Parameters that an evaluation looks at [count]."""
+
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-def refuse_apart(engine: Engine, before: Callable[[], None], *, is_whole: bool = False) -> None:
-    """Refuse parameters of which ranks that hold the same ones have other values; every rank calls it, outside of steps.
+class ApartWatch:
+    """Compares some entries of parameters between the ranks that hold the same.
 
     Args:
         engine: The strategy.
-        before: Called on every rank before it raises, to name another cause: a replaced layer, for example.
-        is_whole: Whether every rank has every parameter whole now.
-
-    Raises:
-        ApplyError: On every rank.
     """
-    everyone = engine.everyone
-    if is_whole or not engine.is_prepared:
-        groups: list[tuple[Communicator, Named]] = [(everyone, list(engine.module.named_parameters()))]
-    else:
-        groups = [(group, named) for group, named in engine.copies_of_state() if group.size > 1]
-    with engine.group.ledger.of_checks():
-        odd: list[str] = []
-        for group, named in groups:
-            odd += _find_odd(group, [pair for pair in named if isinstance(pair[1], nn.Parameter)], engine.device)
-        _raise_if_any(engine, odd, before)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turn = 0
+
+    def refuse(self, before: Callable[[], None], *, is_whole: bool = False, in_turn: bool = False) -> None:
+        """Refuse parameters of which ranks that hold the same ones have other values; every rank calls it, outside of steps.
+
+        Args:
+            before: Called on every rank before it raises, to name another cause: a replaced layer, for example.
+            is_whole: Whether every rank has every parameter whole now.
+            in_turn: Whether a few parameters are looked at, the next ones at the next call.
+
+        Raises:
+            ApplyError: On every rank.
+        """
+        engine = self._engine
+        if is_whole or not engine.is_prepared:
+            groups: list[tuple[Communicator, Named]] = [(engine.everyone, list(engine.module.named_parameters()))]
+        else:
+            groups = [(group, named) for group, named in engine.copies_of_state() if group.size > 1]
+        with engine.group.ledger.of_checks():
+            odd: list[str] = []
+            for group, named in groups:
+                chosen = [pair for pair in named if isinstance(pair[1], nn.Parameter)]
+                odd += _find_odd(group, self._next(chosen) if in_turn else chosen, engine.device)
+            self._turn += in_turn
+            _raise_if_any(engine, odd, before)
+
+    def _next(self, named: Named) -> Named:
+        start = self._turn * _NUM_IN_TURN % max(1, len(named))
+        return [*named[start:], *named[:start]][:_NUM_IN_TURN]
 
 
 def refuse_written_apart(engine: Engine, mesh: MeshSpec, written: Named) -> None:

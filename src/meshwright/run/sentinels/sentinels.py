@@ -33,7 +33,7 @@ from meshwright.python_state import PythonState
 from meshwright.run.agreement import Saying
 from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings
-from meshwright.run.sentinels.apart import refuse_apart, refuse_written_apart
+from meshwright.run.sentinels.apart import ApartWatch, refuse_written_apart
 from meshwright.run.sentinels.batch_check import raise_different_batches, warn_of_equal_shares
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.common_draws import CommonDraws
@@ -85,6 +85,7 @@ class Sentinels:
         self._everyone = Circle.over(mesh, rank, "pp", "dp", "cp", "tp")
         self._mesh = mesh
         self._watch = StateWatch(engine, optimizer)
+        self._apart = ApartWatch(engine)
         self._step = -1
         self._num_inspections = 0
         self._part: str | None = None
@@ -259,18 +260,16 @@ class Sentinels:
         """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""
         self._watch.forget()
 
-    def refuse_apart(self, before: Callable[[], None], *, is_whole: bool = False) -> None:
+    def refuse_apart(self, before: Callable[[], None], *, is_whole: bool = False, in_turn: bool = False) -> None:
         """Refuse parameters that a script has given other values on ranks which hold the same; called outside of steps.
 
         Args:
             before: Called on every rank before it raises, to name another cause.
             is_whole: Whether every rank has every parameter whole now.
-
-        Raises:
-            ApplyError: On every rank.
+            in_turn: Whether a few parameters are looked at, the next ones at the next call.
         """
         if self.is_watching:
-            refuse_apart(self._engine, before, is_whole=is_whole)
+            self._apart.refuse(before, is_whole=is_whole, in_turn=in_turn)
 
     def take_whole_writes(self) -> None:
         """Take what was written inside `whole_parameters`; called where every rank leaves it."""
