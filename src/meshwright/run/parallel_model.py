@@ -331,7 +331,7 @@ class ParallelModel:
                 contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
             ):
                 yield
-                self.stepper.sentinels.refuse_apart(self.stepper.refuse_early_change, is_whole=True)
+                self.stepper.sentinels.refuse_apart(is_whole=True)
             self.stepper.sentinels.take_whole_writes()
 
     def held_bytes(self) -> dict[str, int]:

@@ -131,7 +131,7 @@ def save(
         )
     with model.told("save"), model.engine.switch.plain():
         optimizer = model.optimizer if with_optimizer else None
-        model.stepper.sentinels.refuse_apart(model.stepper.refuse_early_change)
+        model.stepper.sentinels.refuse_apart()
         finish(model)
         saving = _Save(model, Store(Path(directory)), step, retention)
         path = saving.run(extra, optimizer, in_background=in_background)

@@ -41,11 +41,13 @@ class ApartWatch:
         self._engine = engine
         self._turn = 0
 
-    def refuse(self, before: Callable[[], None], *, is_whole: bool = False, in_turn: bool = False) -> None:
+    def refuse(
+        self, before: Callable[[], None] | None = None, *, is_whole: bool = False, in_turn: bool = False
+    ) -> None:
         """Refuse parameters of which ranks that hold the same ones have other values; every rank calls it, outside of steps.
 
         Args:
-            before: Called on every rank before it raises, to name another cause: a replaced layer, for example.
+            before: Called on every rank before it raises, to name another cause (a replaced layer).
             is_whole: Whether every rank has every parameter whole now.
             in_turn: Whether a few parameters are looked at, the next ones at the next call.
 
@@ -103,12 +105,13 @@ def _find_odd(group: Communicator, named: Named, device: torch.device) -> list[s
     return [name for name in told[0] if len({rank.get(name, told[0][name]) for rank in told}) > 1]
 
 
-def _raise_if_any(engine: Engine, odd: Sequence[str], before: Callable[[], None]) -> None:
+def _raise_if_any(engine: Engine, odd: Sequence[str], before: Callable[[], None] | None) -> None:
     count = torch.tensor([float(len(odd))], dtype=torch.float64, device=engine.device)
     engine.everyone.all_reduce(count, "max")
     if not count.item():
         return
-    before()
+    if before is not None:
+        before()
     told = engine.everyone.all_gather_json(list(odd), device=engine.device)
     raise apart_error(list(dict.fromkeys(name for rank in told for name in rank)))
 

@@ -260,7 +260,9 @@ class Sentinels:
         """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""
         self._watch.forget()
 
-    def refuse_apart(self, before: Callable[[], None], *, is_whole: bool = False, in_turn: bool = False) -> None:
+    def refuse_apart(
+        self, before: Callable[[], None] | None = None, *, is_whole: bool = False, in_turn: bool = False
+    ) -> None:
         """Refuse parameters that a script has given other values on ranks which hold the same; called outside of steps.
 
         Args:
