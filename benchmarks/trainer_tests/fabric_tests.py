@@ -37,7 +37,7 @@ FILES = (
 )
 _STOOD_IN_FOR = (None, "auto", "ddp", "ddp_spawn", "ddp_fork")
 ALONE = "one process"
-GROUP = 60
+GROUP = 30
 """Tests that one start of ranks runs at most [count]."""
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import meshwright as mw
 
 MODULE = "tests.trainer.test_trainer"
-GROUP = 20
+GROUP = 12
 """Tests that one start of ranks runs at most [count]."""
 _REFUSAL = re.compile(r"^meshwright\.errors\.(ApplyError|ConfigError): ", re.MULTILINE)
 
