@@ -64,7 +64,14 @@ def test_a_mean_over_shares_of_unequal_size_is_refused_and_the_fix_is_one_proces
         assert testing.run_ranks(jobs.reduced, 2, "dp=2", way) == pytest.approx([wanted, wanted], rel=FLOAT64)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("dp=2", marks=pytest.mark.long),
+        "dp=2,zero=3,whole_below=1",
+        pytest.param("tp=2", marks=pytest.mark.long),
+    ],
+)
 def test_several_models_of_one_fabric_are_one_process(plan: str, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
