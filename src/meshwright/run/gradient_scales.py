@@ -1,8 +1,8 @@
 """Scales of gradient pieces: the factor by which a script has multiplied pieces that no other rank has.
 
 Where each rank holds a piece of the gradient, what a script writes there cannot be compared. A factor can be: two norms
-of some pieces are kept, and where both have grown alike in these, that is the factor. It must be one for all ranks. Clipping
-by value changes the two norms unlike, and has no factor.
+of samples of some pieces are kept, and where both have grown alike in these, that is the factor. It must be one for all ranks.
+Clipping by value changes the two norms unlike, and has no factor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ NO_FACTOR = math.nan
 """Factor of pieces that were not multiplied, but changed in another way, or show nothing."""
 _MOST = 8
 """Pieces that are measured: the largest, and others at even places, since each takes two calls in each backward [count]."""
+_ENTRIES = 4096
+"""Entries of a piece that are measured, at even places: all of them took 8 % of a step of 6 million parameters [count]."""
 
 
 class PieceNorms:
@@ -32,7 +34,7 @@ class PieceNorms:
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self._marks = [_mark(piece) for piece in pieces]
         self._places = _places(pieces)
-        self._norms = _norms([pieces[place] for place in self._places])
+        self._norms = _norms([_sample(pieces[place]) for place in self._places])
 
     def are_of(self, pieces: Sequence[torch.Tensor]) -> bool:
         """Tell whether these are the same pieces, unwritten since."""
@@ -50,7 +52,7 @@ class PieceNorms:
         """
         if len(pieces) != len(self._marks) or not pieces:
             return NO_FACTOR
-        chosen = [pieces[place] for place in self._places]
+        chosen = [_sample(pieces[place]) for place in self._places]
         before, after = ([norm.item() for norm in norms] for norms in (self._norms, _norms(chosen)))
         half = len(chosen)
         found: list[float] = []
@@ -96,6 +98,12 @@ def _places(pieces: Sequence[torch.Tensor]) -> list[int]:
     half = _MOST // 2
     rest = by_size[half:]
     return sorted(by_size[:half] + [rest[number * len(rest) // half] for number in range(half)])
+
+
+def _sample(piece: torch.Tensor) -> torch.Tensor:
+    """Return entries of a piece, one behind the other."""
+    flat = piece.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _ENTRIES)]
 
 
 def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
