@@ -4,7 +4,7 @@
 
 CHECKOUT is a checkout of huggingface/transformers, of which the folder `tests` is read. A test applies where it passes here
 with transformers' own Trainer in one process. Then all ranks run it at the same time, in directories that they share.
-What the table has already is not run again; `--seconds` ends a run between two groups of tests, for the next one to go on.
+What the table has already is not run again; `--seconds` ends a run between two tests, for the next one to go on.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import meshwright as mw
 
 MODULE = "tests.trainer.test_trainer"
-GROUP = 8
+GROUP = 12
 """Tests that one start of ranks runs at most [count]."""
+_REFUSAL = re.compile(r"^meshwright\.errors\.(ApplyError|ConfigError): ", re.MULTILINE)
 
 
 def all_tests(checkout: str) -> list[str]:
@@ -40,8 +42,11 @@ def all_tests(checkout: str) -> list[str]:
     return [test.id().removeprefix(f"{MODULE}.") for suite in suites for test in suite]
 
 
-def run_tests(checkout: str, names: list[str], plan: str | None, base: str, log: str) -> int:
-    """Run tests on this rank until one fails; write each one's outcome; return how many were run."""
+def run_tests(checkout: str, names: list[str], plan: str | None, base: str, log: str, until: float) -> int:
+    """Run tests on this rank until one fails, or the time is over; write each one's outcome; return how many were run.
+
+    After a refusal that is the same on all ranks they go on. What fails after one is noted as "again", for new ranks.
+    """
     world = mw.join_world()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _share_directories(base)
@@ -53,17 +58,62 @@ def run_tests(checkout: str, names: list[str], plan: str | None, base: str, log:
     ):  # transformers gives the state of callbacks to the rank that saves alone, and a resumed run reads it on all
         module.TrainerIntegrationCommon.check_trainer_state_are_the_same = lambda *args: None
         _leave_out_assertions()
+    _rewrite_once(module.TrainerIntegrationCommon, world)
+    return run_in_turn(
+        names,
+        lambda name: _run_one(module, name),
+        lambda number: _share_directories(f"{base}/{number}"),
+        log=log,
+        until=until,
+    )
+
+
+def run_in_turn(
+    names: list[str],
+    run_one: Callable[[str], tuple[str, str]],
+    prepare: Callable[[int], None],
+    *,
+    log: str,
+    until: float,
+    goes_on: Callable[[str], Any] = _REFUSAL.search,
+) -> int:
+    """Run tests on this rank as `run_tests` does.
+
+    Args:
+        names: The tests.
+        run_one: name -> the test's outcome and a text.
+        prepare: Called with a test's number before it.
+        log: Where outcomes are noted.
+        until: The time after which no test begins [s].
+        goes_on: Tells of a failure's text, alike on all ranks, whether other tests may follow in the same ranks.
+
+    Returns:
+        How many were run.
+    """
+    world = mw.join_world()
+    has_refused = False
     for number, name in enumerate(names):
-        _share_directories(f"{base}/{number}")
-        with Path(f"{log}.{world.rank}").open("a") as file:
-            file.write(json.dumps([name, "hung", ""]) + "\n")
-        found = _run_one(module, name)
-        with Path(f"{log}.{world.rank}").open("a") as file:
-            file.write(json.dumps([name, *found]) + "\n")
-        told = world.default_group.all_gather_json(found[0]) if world.world_size > 1 else [found[0]]
-        if world.world_size > 1 and any(kind not in ("passed", "skipped") for kind in told):
+        prepare(number)
+        _note(f"{log}.{world.rank}", name, "hung", "")
+        kind, text = run_one(name)
+        told = [(kind, text, time.time())]
+        if world.world_size > 1:
+            told = [tuple(each) for each in world.default_group.all_gather_json(told[0])]
+        is_refused = all(each[0] == "failed" and goes_on(each[1]) for each in told)
+        is_refused = is_refused and len({each[1] for each in told}) == 1
+        is_bad = any(each[0] not in ("passed", "skipped") for each in told)
+        _note(f"{log}.{world.rank}", name, "again" if has_refused and is_bad and not is_refused else kind, text)
+        has_refused |= is_refused
+        if world.world_size > 1 and is_bad and not is_refused:
             return number + 1  # what it has left on the ranks belongs to no other test
+        if told[0][2] > until:
+            return number + 1
     return len(names)
+
+
+def _note(path: str, name: str, kind: str, text: str) -> None:
+    with Path(path).open("a") as file:
+        file.write(json.dumps([name, kind, text]) + "\n")
 
 
 def _import(checkout: str) -> Any:
@@ -103,6 +153,19 @@ def _use_plan(plan: str) -> None:
     # Only now: transformers puts another module object in its place when its Trainer is first imported.
     for module in ("transformers", "transformers.trainer"):
         sys.modules[module].Trainer = Planned  # type: ignore[attr-defined]
+
+
+def _rewrite_once(tests: Any, world: Any) -> None:
+    """Have a checkpoint that tests rewrite be rewritten by one rank: it deletes the files that another would read."""
+    rewrite = tests.convert_to_sharded_checkpoint
+
+    def on_one_rank(*args: Any, **kwargs: Any) -> None:
+        if world.rank == 0:
+            rewrite(*args, **kwargs)
+        if world.world_size > 1:
+            world.default_group.barrier()
+
+    tests.convert_to_sharded_checkpoint = on_one_rank
 
 
 def _leave_out_assertions() -> None:
@@ -154,6 +217,8 @@ def run_all(
     known: dict[str, tuple[str, str]],
     seconds: float,
     limit_s: float,
+    tests: Callable[..., int] = run_tests,
+    group: int = GROUP,
 ) -> dict[str, tuple[str, str]]:
     """Return each test's outcome, the worst of all ranks; those that are known already stay."""
     num_ranks = 1 if plan is None else mw.Plan.parse(plan).num_ranks
@@ -165,25 +230,35 @@ def run_all(
             if not left or time.monotonic() > end:
                 return found
             log = f"{base}/log{start}"
+            until = time.time() + end - time.monotonic()
             try:
                 mw.launch(
-                    run_tests, num_ranks, checkout, left[:GROUP], plan, f"{base}/dirs{start}", log, timeout_s=limit_s
-                )
+                    *(tests, num_ranks, checkout, left[:group], plan, f"{base}/dirs{start}", log, until),
+                    timeout_s=limit_s,
+                )  # fmt: skip
             except Exception as error:  # a test's own, or of a rank that waits for the one that failed
                 print(f"  ranks ended: {str(error).splitlines()[0][:150]}", flush=True)
-            told: dict[str, tuple[str, str]] = {}
-            for path in Path(base).glob(f"log{start}.*"):
-                last = {name: (kind, text) for name, kind, text in map(json.loads, path.read_text().splitlines())}
-                for name, outcome in last.items():
-                    if told.get(name, ("passed", ""))[0] in ("passed", "skipped") or outcome[0] == "failed":
-                        told[name] = outcome if outcome[0] != "passed" or name not in told else told[name]
+            told = _read_outcomes(Path(base).glob(f"log{start}.*"))
             if not told:
-                told = {left[0]: ("failed", "the ranks did not start")}
-            found |= told
+                print(f"{plan or 'one process'}: the ranks did not start; {len(left)} tests are left", flush=True)
+                return found
+            found |= {name: outcome for name, outcome in told.items() if outcome[0] != "again"}
             keep(found)
             left = [name for name in left if name not in found]
-            print(f"{plan or 'transformers'}: {len(found)} of {len(names)}", flush=True)
+            print(f"{plan or 'one process'}: {len(found)} of {len(names)}", flush=True)
     return found
+
+
+def _read_outcomes(logs: Iterable[Path]) -> dict[str, tuple[str, str]]:
+    """Return each test's outcome, the worst of all ranks."""
+    order = ("passed", "skipped", "hung", "failed", "again")
+    told: dict[str, tuple[str, str]] = {}
+    for path in logs:
+        last = {name: (kind, text) for name, kind, text in map(json.loads, path.read_text().splitlines())}
+        for name, outcome in last.items():
+            if name not in told or order.index(outcome[0]) > order.index(told[name][0]):
+                told[name] = outcome
+    return told
 
 
 def main() -> None:
@@ -194,7 +269,7 @@ def main() -> None:
     parser.add_argument("--names", help="a file with the names of tests to run, one a line")
     parser.add_argument("--json", required=True)
     parser.add_argument("--again", action="store_true", help="run again what has not passed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no group of tests after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after so long")
     parser.add_argument("--limit", type=float, default=30.0, help="how long a rank waits for another in a test [s]")
     given = parser.parse_args()
     checkout = str(Path(given.checkout).resolve())

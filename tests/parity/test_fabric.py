@@ -56,6 +56,31 @@ def test_gathering_shares_of_unequal_size_is_refused_with_what_joins_them() -> N
         assert "mw.gather_batch" in str(outcome.error)
 
 
+def test_a_mean_over_shares_of_unequal_size_is_refused_and_the_fix_is_one_process() -> None:
+    for outcome in testing.run_outcomes(jobs.reduced, 2, "dp=2", "mean"):
+        assert "that have [2, 1] rows of the last batch" in str(outcome.error)
+    wanted = jobs.rows()[:3][0][:, 0].mean().item()
+    for way in ("sum", "alike"):
+        assert testing.run_ranks(jobs.reduced, 2, "dp=2", way) == pytest.approx([wanted, wanted], rel=FLOAT64)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("dp=2", marks=pytest.mark.long),
+        "dp=2,zero=3,whole_below=1",
+        pytest.param("tp=2", marks=pytest.mark.long),
+    ],
+)
+def test_several_models_of_one_fabric_are_one_process(plan: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    wanted = testing.run_ranks(jobs.adversarial, 1, None, str(tmp_path / "one"))[0]
+    for found in testing.run_ranks(jobs.adversarial, 2, plan, str(tmp_path / "two")):
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=FLOAT64)
+        testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+
+
 def test_pipelines_are_refused() -> None:
     from meshwright.integrations.fabric import PlanStrategy
 

@@ -14,7 +14,7 @@ from tests.scopes import FULL_GRID
 import meshwright as mw
 from meshwright import testing
 
-LATE = ["weighted", "selected", "in_place", "statistic", "hardest", "dice"]
+LATE = ["weighted", "selected", "in_place", "statistic", "hardest", "worst", "dice"]
 
 
 def _refused(outcomes: list[Any], word: str) -> None:

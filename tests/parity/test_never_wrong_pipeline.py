@@ -82,6 +82,13 @@ def test_layers_that_the_first_batch_replaces_under_other_plans(plan: str) -> No
     _assert_equal("replaces", plan)
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=2", "dp=2,zero=3,whole_below=1"])
+def test_layers_that_the_first_batch_replaces_are_refused_where_ranks_hold_parts_and_the_fix_works(plan: str) -> None:
+    for outcome in testing.run_outcomes(jobs.run_planned, 2, "replaces", plan):
+        assert "where a first forward does it: run it there, once" in str(outcome.error)
+    _assert_equal("replaced_when_built", plan)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved,virtual=2"])
 def test_parts_around_layers_of_other_stages_are_proven_without_their_numbers(schedule: str) -> None:
     # Without gradients the proof of a stage that only passes by failed, was remembered, and made stages take different ways.

@@ -86,6 +86,14 @@ def test_a_loss_over_the_gathered_batch_is_one_devices(plan: str, num_ranks: int
         assert_equal(found, expected("contrastive"))
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1"])
+def test_rewards_that_are_normalised_over_the_gathered_batch_are_one_devices_and_a_loss_of_ones_own_is_told(
+    plan: str,
+) -> None:
+    for found in testing.run_ranks(jobs.under_plan, 2, "rewarded", plan, SHARES[2]):
+        assert_equal(found, expected("rewarded"))
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=1", "tp=2,recompute=full"])
 def test_gradients_pass_through_a_frozen_model(plan: str) -> None:
     for found in testing.run_ranks(jobs.under_plan, 2, "frozen_critic", plan, SHARES[2 if "dp=2" in plan else 1]):

@@ -36,6 +36,15 @@ def test_a_penalty_on_gradients_inside_of_the_loss_is_tried_with_its_graph() -> 
         jobs.steps(PARTS, "all", "none")
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=2", "dp=2,zero=3,whole_below=1", "pp=2,micro_batches=2"])
+def test_gradients_that_a_loss_takes_of_outputs_are_tried_where_ranks_hold_parts(plan: str) -> None:
+    wanted = jobs.plain_steps("each", "none")
+    for found in testing.run_ranks(jobs.steps, 2, plan, "each", "none"):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64)
+    for outcome in testing.run_outcomes(jobs.steps, 2, plan, "all", "none"):
+        assert "is not a mean over samples" in str(outcome.error)
+
+
 def test_a_backward_inside_of_the_loss_is_refused_where_the_batch_is_cut() -> None:
     with pytest.raises(mw.ApplyError, match=r"runs backward\(\) itself"):
         jobs.steps(PARTS, "backward", "none")

@@ -15,6 +15,7 @@ from tests.parity.jobs import trainer_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.integrations.refusals import finite
 
 PLANS = ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"]
 FLOAT64 = 1e-9
@@ -124,6 +125,22 @@ def assert_rest_equal(found: jobs.Found) -> None:
     assert_equal({**found, "logs": logs(found)}, rest, FLOAT64)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("dp=2", marks=pytest.mark.long),
+        "dp=2,zero=3,whole_below=1",
+        pytest.param("tp=2", marks=pytest.mark.long),
+    ],
+)
+def test_a_second_trainer_takes_the_model_from_the_first(plan: str, tmp_path: Path) -> None:
+    wanted = jobs.one_after_another(None, str(tmp_path / "plain"))
+    for found in testing.run_ranks(jobs.one_after_another, 2, plan, str(tmp_path / "plan")):
+        testing.assert_parity(found["between"], wanted["between"], FLOAT64)
+        testing.assert_parity(found["state"], wanted["state"], FLOAT64)
+        assert "is a later Trainer's now" in found["refused"]
+
+
 def test_dropout_is_drawn_again_when_a_run_resumes(tmp_path: Path) -> None:
     whole = under("dp=2", "dropout", tmp_path, save_strategy="steps", save_steps=2)[0]
     found = under("dp=2", "dropout", tmp_path, tmp_path / "checkpoint-2")[0]
@@ -150,6 +167,14 @@ def test_a_loss_that_begins_to_count_otherwise_is_refused() -> None:
     for outcome in testing.run_outcomes(jobs.under_plan, 2, "hidden", "dp=2", None, None, changes):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "their mean weighted by samples, as it was for the first batch" in str(outcome.error)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_with_what_a_trainer_has() -> None:
+    # The fix named an argument of apply_plan, which a Trainer does not pass on.
+    assert finite(0.5, 3) == 0.5
+    with pytest.raises(mw.NonFiniteError, match="gradient of step 3 is not finite") as caught:
+        finite(float("nan"), 3)
+    assert "learning_rate" in str(caught.value)
 
 
 def test_other_batches_on_another_rank_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 hf_trainer   transformers' Trainer under a plan
 fabric       Lightning Fabric's strategy under a plan
+taken_over   models that a later Trainer takes from an earlier one
 planned      the model under a plan, as those loops see it
 one_process  accelerate's state: one process that has the whole batch, and ranks that log and save once
 refusals     arguments of transformers' Trainer that a plan replaces or cannot have

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.apply.norm import values_of
 from meshwright.describe.batches import count_samples, split_samples
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import share_streams
@@ -23,6 +24,7 @@ from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.ranks.world import World
 from meshwright.run.applying import apply_plan
+from meshwright.run.loss_graph import graph_of
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.spec import Plan
 
@@ -39,7 +41,8 @@ __all__: list[str] = ["PlanStrategy"]
 class PlanStrategy(SingleDeviceStrategy):
     """Strategy of Lightning Fabric: ``Fabric(strategy=PlanStrategy("dp=2,zero=3"), devices=1)`` on every rank.
 
-    Ranks are started by torchrun or `meshwright.launch`, not by `Fabric.launch`. One model and one optimizer are set up together.
+    Ranks are started by torchrun or `meshwright.launch`, not by `Fabric.launch`. A model and its optimizer are set up together;
+    several models may be, each once, and in the same order on all ranks.
 
     Args:
         plan: A plan of dp, zero and tp, or its one-line form.
@@ -56,9 +59,12 @@ class PlanStrategy(SingleDeviceStrategy):
         self._world = join_world()
         super().__init__(self._world.device)  # of one device: Fabric starts no processes for it
         self.parallel: ParallelModel | None = None
-        """The model under the plan, once it is set up."""
+        """The first model under the plan, once it is set up."""
+        self._models: list[ParallelModel] = []
         self.global_rank, self.local_rank = self._world.rank, self._world.local_rank
         self.world_size = self._world.world_size
+        self._sizes = [0] * self.plan.dp
+        """Rows of each share of the last batch that a loader has given [count]."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -74,24 +80,29 @@ class PlanStrategy(SingleDeviceStrategy):
         """Apply the plan.
 
         Raises:
-            ConfigError: There are several models or optimizers.
+            ConfigError: The model has several optimizers, or was set up before.
         """
-        if self.parallel is not None or len(optimizers) > 1:
+        if len(optimizers) > 1 or self.parallel_of(module) is not None:
             raise ConfigError(
-                f"{len(optimizers)} optimizers, or a second model, were set up with one PlanStrategy (rule: one model and one "
+                f"a model was set up with {len(optimizers)} optimizers, or for the second time (rule: a plan has a model and one "
                 "optimizer)",
-                fix="several models: mw.apply_plan for each, and model.backward, as in examples/loops/gan.py",
+                fix="one optimizer with param_groups, in one call: fabric.setup(model, optimizer)",
             )
         refuse_model(module, self.plan)
         with share_streams.kept(self._world.device):
             given = optimizers[0] if optimizers else None
             # Draws are those of one process' loop, in which Fabric itself draws by torch's generators.
-            self.parallel = apply_plan(module, self.plan, optimizer=given, seed=self._seed, rng="torch")
-        return (
-            _Forward(self.parallel, self._world.device, self._seed),
-            [self.parallel.optimizer] if optimizers else [],
-            scheduler,
-        )
+            parallel = apply_plan(module, self.plan, optimizer=given, seed=self._seed, rng="torch")
+        # Models that draw in forwards of one number draw apart.
+        forward = _Forward(parallel, self._world.device, self._seed + 1_000_003 * len(self._models))
+        self._models.append(parallel)
+        self.parallel = self._models[0]
+        return forward, [parallel.optimizer] if optimizers else [], scheduler
+
+    def parallel_of(self, module: nn.Module) -> ParallelModel | None:
+        """Return the model under the plan that a module of the script was set up as, or None."""
+        held = module.parallel if isinstance(module, _Forward) else None  # Fabric unwraps to what `setup` gave it
+        return held or next((model for model in self._models if model.module is module), None)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Apply the plan without an optimizer."""
@@ -113,7 +124,7 @@ class PlanStrategy(SingleDeviceStrategy):
         Its iteration raises ApplyError where ranks have other batches; all ranks iterate together.
         """
         place = self.plan.mesh.coordinate(self._world.rank).dp
-        return dataloader if self.world_size == 1 else _Shares(dataloader, place, self.plan.dp, self._world)
+        return dataloader if self.world_size == 1 else _Shares(dataloader, place, self._sizes, self._world)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -128,24 +139,31 @@ class PlanStrategy(SingleDeviceStrategy):
             raise ConfigError(
                 "precision='16-mixed' scales losses against overflow, which plans do not", fix="'bf16-mixed'"
             )
-        self._planned().backward(tensor, **kwargs)
+        self._source_of(tensor).backward(tensor, **kwargs)
+
+    def _source_of(self, loss: Any) -> ParallelModel:
+        """Return the first model that a loss comes from, the same on all ranks."""
+        first = self._planned()
+        if len(self._models) == 1 or not isinstance(loss, torch.Tensor):
+            return first
+        loops = [mark.loop() for mark in graph_of([loss]).marks]
+        return next((model for model in self._models if model.stepper.gate.own in loops), first)
 
     def clip_gradients_norm(
         self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> torch.Tensor:
         """Clip the whole model's gradient; return its 2-norm before."""
-        del module, optimizer, error_if_nonfinite
+        del optimizer, error_if_nonfinite
         if norm_type != 2.0:
             raise ConfigError(f"norm_type={norm_type} (rule: plans clip by the 2-norm)", fix="norm_type=2.0")
-        return torch.tensor(self._planned().clip_grad_norm(float(max_norm)), dtype=torch.float64)
+        model = self.parallel_of(module) or self._planned()
+        return torch.tensor(model.clip_grad_norm(float(max_norm)), dtype=torch.float64)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:  # noqa: ARG002 - its signature
-        """Refuse to clip entries, of which ranks have parts.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(f"clip_val={clip_val} clips entry by entry", fix="fabric.clip_gradients(..., max_norm=1.0)")
+        """Clip each entry of the whole model's gradient, on the rank that has it."""
+        for holder in (self.parallel_of(module) or self._planned()).engine.gradient_holders():
+            if holder.grad is not None:
+                values_of(holder.grad).clamp_(-float(clip_val), float(clip_val))
 
     def _planned(self) -> ParallelModel:
         if self.parallel is None:
@@ -169,11 +187,24 @@ class PlanStrategy(SingleDeviceStrategy):
         return torch.stack(found.all_gather(tensor.detach())) if found.size > 1 else tensor.detach()[None]
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the sum, or the plain mean, over the shares of the batch."""
+        """Return the sum over the shares of the batch, or their mean where they have equally many rows, or equal values.
+
+        Raises:
+            ApplyError: The mean of shares that have other numbers of rows, which is not one process' mean.
+        """
         if not isinstance(tensor, torch.Tensor):
             return tensor
         gathered = self.all_gather(tensor, group)
-        return gathered.sum(0) if "sum" in str(reduce_op).lower() else gathered.mean(0)
+        if "sum" in str(reduce_op).lower():
+            return gathered.sum(0)
+        if len(set(self._sizes)) > 1 and not bool((gathered == gathered[0]).all()):
+            raise ApplyError(
+                f"fabric.all_reduce was asked for the mean over shares that have {self._sizes} rows of the last batch, and other "
+                "values: one process' mean weighs each row alike",
+                fix="fabric.all_reduce(value * n, reduce_op='sum') / fabric.all_reduce(n, reduce_op='sum'), with n = "
+                "torch.tensor(float(rows of this rank)), and 0 in place of value * n where there are none",
+            )
+        return gathered.mean(0)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -196,15 +227,18 @@ class PlanStrategy(SingleDeviceStrategy):
     # -- files ------------------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the whole model's state dict, on every rank."""
-        del module
-        return self._planned().full_state_dict()
+        """Return the whole model's state dict, on every rank; of a module without a plan its own."""
+        model = self.parallel_of(module)
+        return super().get_module_state_dict(module) if model is None else model.full_state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole model's state dict; every rank calls it."""
-        del module
-        with self._planned().whole_parameters():
-            self._planned().module.load_state_dict(state_dict, strict=strict)
+        model = self.parallel_of(module)
+        if model is None:
+            module.load_state_dict(state_dict, strict=strict)
+            return
+        with model.whole_parameters():
+            model.module.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's state where every rank has it whole.
@@ -228,6 +262,11 @@ class _Forward(nn.Module):
         self._held = [parallel]  # of which nn.Module makes no child
         self._device, self._seed, self._num_forwards = device, seed, 0
 
+    @property
+    def parallel(self) -> ParallelModel:
+        """The model under the plan."""
+        return self._held[0]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parallel = self._held[0]
         if parallel.world.world_size == 1:
@@ -248,9 +287,9 @@ class _Forward(nn.Module):
 class _Shares:
     """A loader whose batches are one share of the given loader's, which are the same on all ranks."""
 
-    def __init__(self, loader: Any, place: int, num_shares: int, world: World) -> None:
+    def __init__(self, loader: Any, place: int, sizes: list[int], world: World) -> None:
         self.__dict__.update(vars(loader))
-        self._loader, self._place, self._num_shares, self._world = loader, place, num_shares, world
+        self._loader, self._place, self._sizes, self._world = loader, place, sizes, world
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -260,12 +299,12 @@ class _Shares:
         while self._has_next(found := list(itertools.islice(batches, 1)), number):
             number += 1
             batch = found[0]
-            if self._num_shares == 1:
+            if len(self._sizes) == 1:
                 yield batch
                 continue
-            small, more = divmod(count_samples(batch), self._num_shares)
-            sizes = [small + (place < more) for place in range(self._num_shares)]
-            yield split_samples(batch, sizes)[self._place]
+            small, more = divmod(count_samples(batch), len(self._sizes))
+            self._sizes[:] = [small + (place < more) for place in range(len(self._sizes))]
+            yield split_samples(batch, list(self._sizes))[self._place]
 
     def _has_next(self, found: list[Any], number: int) -> bool:
         """Return whether there is a batch; raise ApplyError where ranks have other ones, or another number of them."""

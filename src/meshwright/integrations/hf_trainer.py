@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
-from meshwright.integrations import loss_parts, optimizer_file, share_streams
+from meshwright.integrations import loss_parts, optimizer_file, share_streams, taken_over
 from meshwright.integrations.one_process import FirstProcess, be_one_process, skipping_on_each_rank
 from meshwright.integrations.planned import PlannedModule, bare, count_samples, kept_config, num_parameters, tied_names
-from meshwright.integrations.refusals import refuse_arguments, refuse_generation, refuse_model, refuse_plan
+from meshwright.integrations.refusals import finite, refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
 from meshwright.run.applying import apply_plan
 from meshwright.run.checkpoints.loading import load_checkpoint
-from meshwright.run.checkpoints.saving import save_checkpoint
+from meshwright.run.checkpoints.saving import forget_others, save_checkpoint
 from meshwright.run.losses.loss import Loss
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.spec import Plan
@@ -86,13 +86,18 @@ class Trainer(transformers.Trainer):
         self._planned: PlannedModule | None = None
         self._loss_kind: loss_parts.Kind | None = None
         self._is_undecided = False
-        self._num_forwards = 0
-        self._num_looks = 0
+        self._num_forwards = self._num_looks = 0
         self._groups: list[list[str]] = []
         self._num_parameters = 0
         self._tied: dict[str, str] = {}
         refuse_plan(self.plan)
         super().__init__(*args, **kwargs)
+        if isinstance(self.model, torch.nn.Module):
+            taken_over.take(self.model, self)
+
+    def give_up(self) -> None:
+        """Leave the model to a later Trainer, whole."""
+        self.parallel = self._planned = None
 
     # -- what the Trainer believes of its process -------------------------------------------------------------------------
 
@@ -128,6 +133,7 @@ class Trainer(transformers.Trainer):
             return self._planned
         if not training:
             return model
+        taken_over.hold(module, self)
         if self.parallel is not None:
             self.parallel.close()
         refuse_model(module, self.plan)
@@ -300,7 +306,7 @@ class Trainer(transformers.Trainer):
     def _norm_clipped_to(self, max_norm: float) -> torch.Tensor | None:
         if self.parallel is None:
             return None
-        return torch.tensor(self.parallel.clip_grad_norm(max_norm), dtype=torch.float64)
+        return torch.tensor(finite(self.parallel.clip_grad_norm(max_norm), self.state.global_step), dtype=torch.float64)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of one process, though a rank may hold fewer parameters."""
@@ -330,7 +336,11 @@ class Trainer(transformers.Trainer):
         if self.parallel is None or not self._has_ranks:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        saved = save_checkpoint(self.parallel, Path(output_dir) / DIRECTORY, step=self.state.global_step)
+        directory = Path(output_dir) / DIRECTORY
+        forget_others(
+            self.parallel, directory
+        )  # of an earlier Trainer, whose checkpoint transformers overwrites as well
+        saved = save_checkpoint(self.parallel, directory, step=self.state.global_step)
         if self.args.should_save:
             options = self.parallel.optimizer.param_groups
             state = optimizer_file.read_whole(saved, self._groups, options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 from torch import nn
 
-from meshwright.errors import ApplyError, ConfigError
+from meshwright.errors import ApplyError, ConfigError, NonFiniteError
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -102,3 +103,18 @@ def refuse_model(model: nn.Module, plan: Plan) -> None:
             "one process'",
             fix="a plan with dp=1, such as plan='tp=2', or a norm over channels (nn.GroupNorm) in its place",
         )
+
+
+def finite(norm: float, step: int) -> float:
+    """Return a gradient's norm, which all ranks have alike.
+
+    Raises:
+        NonFiniteError: It is not finite. transformers goes on, with parameters that are no numbers any more.
+    """
+    if math.isfinite(norm):
+        return norm
+    raise NonFiniteError(
+        f"the gradient of step {step} is not finite (its norm is {norm}); the parameters are unchanged",
+        fix="a lower learning_rate or more warmup_steps where the loss grew before, else look into the batch of this step; "
+        "transformers.Trainer goes on over such a step, with NaN in the parameters",
+    )

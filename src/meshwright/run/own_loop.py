@@ -25,7 +25,7 @@ from meshwright.run.agreement import Agreement
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.loss_graph import ForwardMark, graph_of, mark_outputs
 from meshwright.run.losses.loss import Loss
-from meshwright.run.own_backward import OwnBackward
+from meshwright.run.own_backward import OWN_MEAN, OwnBackward
 from meshwright.run.put_back import in_training_mode
 from meshwright.run.step import Stepper
 from meshwright.run.written_gradients import WrittenGradients
@@ -164,8 +164,14 @@ class OwnLoop:
         layers = self.engine.module.named_modules()
         name = next((name for name, layer in layers if isinstance(layer, _NORMS) and layer.training), None)
         if name is not None:
-            text = f"batch: '{name}' normalises over each rank's share of the batch, and its statistics follow rank 0's"
-            self.stepper.rule.reasons += (text,)
+            self._tell(
+                f"batch: '{name}' normalises over each rank's share of the batch, and its statistics follow rank 0's"
+            )
+
+    def _tell(self, reason: str) -> None:
+        rule = self.stepper.rule
+        if reason not in rule.reasons:
+            rule.reasons += (reason,)
 
     def _agree(self, batch: Any, *, moved: bool = False, steps: bool = False) -> Agreement:
         """Start the exchange in which ranks compare what they must have alike."""
@@ -215,6 +221,8 @@ class OwnLoop:
         self._on_phase("backward")
         value = loss.sum if isinstance(loss, Loss) else loss
         graph = graph_of([value])
+        if self.is_over_several_batches and not isinstance(loss, Loss):
+            self._tell(OWN_MEAN)
         work = OwnBackward(self, loss, weight, graph, sorted(_LIVE, key=lambda loop: loop.number))
         found = self._value = work.agree()
         with contextlib.ExitStack() as stack:

@@ -197,6 +197,7 @@ class ParallelModel:
         """
         with self.engine.switch.plain(), self.told("evaluate"), self.stepper.casts.taken_in():
             self._number_draws(evaluates=True)
+            self.stepper.sentinels.refuse_apart(self.stepper.refuse_early_change, in_turn=True)
             return self.stepper.evaluate(batch)
 
     def _number_draws(self, *, evaluates: bool) -> None:
@@ -330,6 +331,7 @@ class ParallelModel:
                 contextlib.nullcontext() if self._state_guard is None else self._state_guard.whole(),
             ):
                 yield
+                self.stepper.sentinels.refuse_apart(is_whole=True)
             self.stepper.sentinels.take_whole_writes()
 
     def held_bytes(self) -> dict[str, int]:

@@ -48,6 +48,7 @@ def run(plan: str | None, path: str | None = None) -> Found:
             if number % 2:
                 norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
                 found["norms"].append(float(norm))
+                fabric.clip_gradients(model, optimizer, clip_val=0.05)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -116,3 +117,58 @@ def gathered_unevenly(plan: str) -> None:
     module = build()
     fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     fabric.all_gather(torch.ones(1 + fabric.global_rank, 2))
+
+
+def reduced(plan: str, way: str) -> float:
+    """Return the mean over a batch of three rows: of shares' means, by the fix of its refusal, or of what ranks have alike."""
+    from lightning_fabric import Fabric
+
+    from meshwright.integrations.fabric import PlanStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=PlanStrategy(plan))
+    module = build()
+    fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), batch_size=3))
+    x, _ = next(iter(loader))
+    n = torch.tensor(float(len(x)))
+    if way == "mean":
+        return float(fabric.all_reduce(x[:, 0].mean(), reduce_op="mean"))
+    found = fabric.all_reduce(x[:, 0].mean() * n, reduce_op="sum") / fabric.all_reduce(n, reduce_op="sum")
+    return float(fabric.all_reduce(found, reduce_op="mean"))
+
+
+def adversarial(plan: str | None, path: str) -> Found:
+    """Train a generator and a critic by one Fabric; save a module before it is set up, and both after."""
+    from lightning_fabric import Fabric
+
+    options: dict[str, Any] = {}
+    if plan is not None:
+        from meshwright.integrations.fabric import PlanStrategy
+
+        options["strategy"] = PlanStrategy(plan)
+    warnings.simplefilter("ignore")
+    fabric = Fabric(accelerator="cpu", devices=1, **options)
+    modules = [build(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()]
+    fabric.save(f"{path}/before", {"model": modules[0]})
+    maker, critic = (fabric.setup(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in modules)
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), batch_size=6, drop_last=True))
+    softplus, norms = nn.functional.softplus, []
+    for x, y in loader:
+        more = {} if plan is None else {"weight": float(len(x))}
+        fake = maker[0](x)
+        fabric.backward(softplus(-critic[0](y)).mean() + softplus(critic[0](fake.detach())).mean(), **more)
+        norms.append(float(fabric.clip_gradients(*critic, max_norm=0.1)))
+        critic[1].step()
+        critic[1].zero_grad()
+        maker[1].zero_grad()
+        fabric.backward(softplus(-critic[0](fake)).mean(), **more)
+        norms.append(float(fabric.clip_gradients(*maker, max_norm=0.1)))
+        maker[1].step()
+        critic[1].zero_grad()
+    fabric.save(f"{path}/after", {"maker": maker[0], "critic": critic[0]})
+    fabric.barrier()
+    state = torch.load(f"{path}/after")
+    found = {f"{kind}.{name}": value for kind in ("maker", "critic") for name, value in state[kind].items()}
+    fabric.load(f"{path}/before", {"model": maker[0]})
+    whole = modules[0].state_dict() if plan is None else fabric.strategy.parallel.full_state_dict()
+    return {"norms": norms, "state": found | {f"loaded.{name}": value.clone() for name, value in whole.items()}}

@@ -30,6 +30,7 @@ from tests.parity.jobs.never_wrong_pipeline_reads import (
     SharedVector,
     Unchanged,
     WritesParts,
+    replaced_when_built,
 )
 from tests.parity.jobs.never_wrong_pipeline_slopes import InnerStep, Penalty, Slopes
 from tests.parity.jobs.never_wrong_pipeline_states import (
@@ -270,6 +271,7 @@ SCRIPTS: dict[str, Script] = {
     "deep_cache": Script(DeepCache, evaluates=(1,)),
     "unchanged": Script(Unchanged, evaluates=(1,)),
     "replaces": Script(Replaces, attributes=("kind", "calls")),
+    "replaced_when_built": Script(replaced_when_built, attributes=("kind",)),
     "installs": Script(Installs),
     "unpadded": Script(Unpadded, lengths_batch, mean_over_samples, steps=4),
     "gradual": Script(Stack, before=gradual, evaluates=(1,), steps=4),

@@ -218,6 +218,14 @@ class Replaces(nn.Module):
         return x
 
 
+def replaced_when_built() -> nn.Module:
+    """Build the model that replaces layers, and run it once, as refusals say."""
+    module = Replaces()
+    with torch.no_grad():
+        module(torch.zeros(2, WIDTH))
+    return module
+
+
 def _double(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     return 2 * output
 

@@ -254,6 +254,23 @@ def contrastive(make: Any, share: Share) -> Found:
     return {"told": told, "gradients": gradients, "state": model.full_state_dict()}
 
 
+def rewarded(make: Any, share: Share) -> Found:
+    """A policy's gradient by rewards that are normalised over the global batch."""
+    model, told = make(build_net), []
+    for step in range(STEPS):
+        x, y = map(share, batch_of(step))
+        model.zero_grad()
+        scores = model(x).log_softmax(-1)[:, 0]
+        rewards = y.sum(-1)
+        every = rewards if isinstance(model, Plain) else mw.gather_batch(rewards, model)
+        rewards = (rewards - every.mean()) / every.std()
+        told.append(model.backward(-(scores * rewards).mean(), weight=len(x)))
+        gradients = _seen(model)
+        model.optimizer.step()
+    assert isinstance(model, Plain) or any("mw.gather_batch" in reason for reason in model.plan.reasons)
+    return {"told": told, "gradients": gradients, "state": model.full_state_dict()}
+
+
 def frozen_critic(make: Any, share: Share) -> Found:
     """A model that trains nothing of its own in one of two terms; gradients pass through it."""
     maker, critic, told = make(build_generator), make(build_critic), []
@@ -269,7 +286,7 @@ def frozen_critic(make: Any, share: Share) -> Found:
     return {"told": told, "gradients": gradients, "state": maker.full_state_dict()}
 
 
-OTHER_SCRIPTS = {"by_torch": by_torch, "contrastive": contrastive, "frozen_critic": frozen_critic}
+OTHER_SCRIPTS = {"by_torch": by_torch, "contrastive": contrastive, "frozen_critic": frozen_critic, "rewarded": rewarded}
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+
+import meshwright as mw
 
 SAMPLES = 13
 BATCH = 3
@@ -246,3 +249,33 @@ def other_batches(plan: str) -> None:
     data.x = data.x + mw.join_world().rank
     with tempfile.TemporaryDirectory() as place:
         Trainer(build("regression"), arguments(place, eval_strategy="no"), train_dataset=data, plan=plan).train()
+
+
+def one_after_another(plan: str | None, directory: str) -> dict[str, Any]:
+    """Train two steps by one Trainer, which stays, and all steps from its checkpoint on by a second one of the same model."""
+    from meshwright.integrations.hf_trainer import Trainer
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    base: Any = transformers.Trainer if plan is None else functools.partial(Trainer, plan=plan)
+    model, data = build("tokens"), Rows()
+    changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
+    first = base(
+        model, arguments(directory, max_steps=2, **changes), train_dataset=data, compute_loss_func=sum_of_tokens
+    )
+    first.train()
+    whole = {name: value.clone() for name, value in model.state_dict().items()} if plan is None else {}
+    second = base(
+        model, arguments(directory, max_steps=4, **changes), train_dataset=data, compute_loss_func=sum_of_tokens
+    )
+    between = {name: value.clone() for name, value in model.state_dict().items()}
+    assert plan is not None or all(torch.equal(between[name], value) for name, value in whole.items())
+    second.train(resume_from_checkpoint=f"{directory}/checkpoint-2")
+    state = model.state_dict() if plan is None else second.parallel.full_state_dict()
+    refused = ""
+    if plan is not None:
+        try:
+            first.train()
+        except mw.ConfigError as error:
+            refused = error.message
+    return {"between": between, "state": {name: value.clone() for name, value in state.items()}, "refused": refused}

@@ -131,6 +131,7 @@ def save(
         )
     with model.told("save"), model.engine.switch.plain():
         optimizer = model.optimizer if with_optimizer else None
+        model.stepper.sentinels.refuse_apart()
         finish(model)
         saving = _Save(model, Store(Path(directory)), step, retention)
         path = saving.run(extra, optimizer, in_background=in_background)
@@ -149,6 +150,14 @@ def _has_other(model: ParallelModel, directory: Path, step: int) -> bool:
     if is_there():
         gc.collect()  # one that nobody has any more may wait for this
     return is_there()
+
+
+def forget_others(model: ParallelModel, directory: str | Path) -> None:
+    """Let a save of this model replace those of other models there, as whoever writes a whole directory anew does."""
+    root = os.path.realpath(directory)
+    for other in tuple(_savers):
+        if other is not model:
+            other.last_saves.pop(root, None)
 
 
 def wait_for_checkpoint(model: ParallelModel) -> None:

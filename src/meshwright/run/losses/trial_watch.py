@@ -1,14 +1,19 @@
-"""Watch over one trial's code: labels that its cross-entropies ignore, class weights, and reads of values by Python."""
+"""Watch over one trial's code: labels that its cross-entropies ignore, class weights, reads by Python, gradients in the loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshwright.apply.modules.copies import own_copy
+from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.weights import IGNORED_LABEL
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
@@ -33,3 +38,31 @@ class TrialWatch(TorchFunctionMode):
             if weight is not None and kwargs.get("reduction", "mean") == "mean":
                 self.has_class_weights |= bool((weight != weight[0]).any())
         return func(*args, **kwargs)
+
+
+def term_with_slopes(term: Callable[[Any, Any], LossTerm], outputs: Any, batch: Any) -> LossTerm:
+    """Return the loss; where it raises without a graph, compute it on outputs that it may take gradients of.
+
+    Args:
+        term: (outputs, batch) -> loss.
+        outputs: The model's outputs, with or without a graph.
+        batch: What the loss reads beside them.
+    """
+    has_graph = torch.is_grad_enabled()
+    kept = batch if has_graph else own_copy(batch)
+    try:
+        return term(outputs, batch)
+    except Exception:
+        if has_graph:
+            raise
+        with torch.enable_grad():
+            leaves = map_tensors(outputs, _leaf)
+            found = term(leaves, kept)
+        if any(leaf.grad is not None for leaf in tensors_in(leaves)):
+            raise  # it runs backward itself, which a trial with the model's graph refuses
+        return found
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    held = tensor.detach()
+    return held.requires_grad_() if held.is_floating_point() and not held.is_meta else held

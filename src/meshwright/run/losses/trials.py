@@ -23,7 +23,7 @@ from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, draw_ahead, undisturbed
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.trial_watch import TrialWatch
+from meshwright.run.losses.trial_watch import TrialWatch, term_with_slopes
 from meshwright.run.losses.trial_writes import find_dependent
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, label_paths, replace_at, tensor_at
 from meshwright.trees import map_tensors, tensors_in
@@ -173,8 +173,8 @@ def run_trial(
                 branches = watch.branches
                 if trial.counts:
                     rows = zip(_rows(outputs, trial.counts), split_samples(batch, trial.counts), strict=True)
-                    return TrialOutcome(parts=tuple(float(term(*pair).value) for pair in rows))
-                found = term(outputs, batch)
+                    return TrialOutcome(parts=tuple(float(term_with_slopes(term, *pair).value) for pair in rows))
+                found = term_with_slopes(term, outputs, batch)
             value, weight = float(found.value), None if found.is_mean else float(found.weight)
         except Exception as error:  # noqa: BLE001 - the user's code: what it raises here it raises in the step, too
             return TrialOutcome(obstacle=f"{RAISED} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -11,6 +11,7 @@ code_digest   digests of functions and classes
 batch_check   different batches on ranks that share layers, equal ones on ranks that do not
 common_draws  generators that ranks have in common
 copies_check  copies compared bit by bit
+apart         parameters of which a script has given ranks other values
 imprint       sums that detect a changed entry
 writes        writes between steps
 

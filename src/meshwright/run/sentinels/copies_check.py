@@ -31,7 +31,7 @@ def compare_copies(engine: Engine, optimizer: torch.optim.Optimizer | None) -> l
         if group.size == 1:
             continue
         held = [*named, *_kept_by(optimizer, named)]
-        if not _is_equal(group, digest_of([tensor for _, tensor in held]), engine.device):
+        if not is_equal(group, digest_of([tensor for _, tensor in held]), engine.device):
             findings += _differences(group, held, engine.device)
     return findings
 
@@ -49,7 +49,7 @@ def _kept_by(
                     yield f"{name} (the optimizer's {key})", value
 
 
-def _is_equal(group: Communicator, digest: int, device: torch.device) -> bool:
+def is_equal(group: Communicator, digest: int, device: torch.device) -> bool:
     """Whether all ranks have one digest: the largest and the smallest of its halves are equal."""
     halves = [float(digest >> 32), float(digest & 2**32 - 1)]
     vector = torch.tensor([*halves, *(-half for half in halves)], dtype=torch.float64, device=device)

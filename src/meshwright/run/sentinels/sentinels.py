@@ -33,11 +33,12 @@ from meshwright.python_state import PythonState
 from meshwright.run.agreement import Saying
 from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings
+from meshwright.run.sentinels.apart import ApartWatch, refuse_written_apart
 from meshwright.run.sentinels.batch_check import raise_different_batches, warn_of_equal_shares
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.common_draws import CommonDraws
 from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
-from meshwright.run.sentinels.digest import digest_batch, digest_rng, digest_text
+from meshwright.run.sentinels.digest import digest_batch, digest_of, digest_rng, digest_text
 from meshwright.run.sentinels.name_orders import require_equal_in_order
 from meshwright.run.sentinels.writes import StateWatch
 
@@ -80,9 +81,11 @@ class Sentinels:
         self._sharing = Circle.over(mesh, rank, "pp", "cp", "tp")
         self._drawing = Circle.over(mesh, rank, "tp")
         self._holding = Circle.over(mesh, rank, "dp", "cp", "tp")
+        self._copying = Circle.over(mesh, rank, "dp", "cp")
         self._everyone = Circle.over(mesh, rank, "pp", "dp", "cp", "tp")
         self._mesh = mesh
         self._watch = StateWatch(engine, optimizer)
+        self._apart = ApartWatch(engine)
         self._step = -1
         self._num_inspections = 0
         self._part: str | None = None
@@ -148,11 +151,15 @@ class Sentinels:
         self._batch = batch
         if not self._sharing.is_alone:
             found.append(Saying("batch", self._sharing, digest_batch(batch, whole=self.is_due)))
+        written = self._watch.written()
         if not self._holding.is_alone:
-            names = [*self._watch.written(), *self._watch.changed()]
+            names = [*written, *self._watch.changed()]
             found.append(Saying("written", self._holding, digest_text(",".join(names))))
         else:  # a script, too, changes state without copies on one rank only: `compare` decides
             found.append(Saying("written", self._everyone, digest_text(",".join(self._watch.changed()))))
+        if not self._copying.is_alone:
+            values = [parameter for _, parameter in self._watch.written_parameters()] if written else []
+            found.append(Saying("values", self._copying, digest_of(values) if values else 0))
         common = digest_text(settings.learning_rates(self._optimizer) + self._autocast)
         if self._compares_outcome:
             common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
@@ -182,6 +189,8 @@ class Sentinels:
             self._compares_outcome = False
         if "written" in topics:
             self._report(self._watch.compare(engine.everyone, self._mesh))
+        elif "values" in topics:
+            refuse_written_apart(engine, self._mesh, self._watch.written_parameters())
         if "draws" in topics:
             self._common.draw_together(self._step)
         if "python" in topics:
@@ -250,6 +259,19 @@ class Sentinels:
     def forget_state(self) -> None:
         """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""
         self._watch.forget()
+
+    def refuse_apart(
+        self, before: Callable[[], None] | None = None, *, is_whole: bool = False, in_turn: bool = False
+    ) -> None:
+        """Refuse parameters that a script has given other values on ranks which hold the same; called outside of steps.
+
+        Args:
+            before: Called on every rank before it raises, to name another cause.
+            is_whole: Whether every rank has every parameter whole now.
+            in_turn: Whether a few parameters are looked at, the next ones at the next call.
+        """
+        if self.is_watching:
+            self._apart.refuse(before, is_whole=is_whole, in_turn=in_turn)
 
     def take_whole_writes(self) -> None:
         """Take what was written inside `whole_parameters`; called where every rank leaves it."""

@@ -16,6 +16,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.comm.communicator import Communicator
 from meshwright.mesh import MeshSpec
+from meshwright.run.sentinels.apart import holds_values
 from meshwright.run.sentinels.circles import circles_of
 from meshwright.run.sentinels.imprint import Change, Imprint, change_of
 
@@ -133,6 +134,14 @@ class StateWatch:
             return []
         changed = zip(names, self._tensors, versions, strict=True)
         return list(dict.fromkeys(name for name, tensor, version in changed if tensor._version != version))
+
+    def written_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return (FQN, parameter) of those written since the last step ended, where they have values on this rank."""
+        if self._versions is None:
+            return []
+        rows = zip(self._names, self._tensors, self._versions, strict=True)
+        changed = [(name, tensor) for name, tensor, version in rows if tensor._version != version and name != _PIECES]
+        return [(name, tensor) for name, tensor in changed if holds_values(tensor)]
 
     def changed(self) -> list[str]:
         """Return the FQNs of checked tensors whose bits have changed since the last step ended."""
