@@ -20,12 +20,15 @@ class Pair:
     """Embeddings that are looked up inside, one value for each unit: relative position biases."""
 
     def scope(self, trace: Trace) -> str:
-        """Return the name of the innermost module that holds the pair."""
+        """Return the name of the innermost module that holds the pair and was called: a list of layers is not."""
         paths = [trace.owner(product).split(".") for product in (*self.columns, self.row)]
         if paths[0] == [""]:
             return ""
         common = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
-        return ".".join(parts[0] for parts in common)
+        name = ".".join(parts[0] for parts in common)
+        while name and name not in trace.calls:
+            name = name.rpartition(".")[0]
+        return name
 
 
 def pair_of(key: int, trace: Trace, taken: set[int]) -> Pair | None:
