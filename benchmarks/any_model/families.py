@@ -29,7 +29,7 @@ from benchmarks.any_model import float64
 float64.install()
 
 import torch  # noqa: E402
-from benchmarks.any_model import recipes  # noqa: E402
+from benchmarks.any_model import recipes, vision  # noqa: E402
 from torch import nn  # noqa: E402
 
 _DEPTHS = re.compile(
@@ -200,6 +200,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    vision.load_if_there()
     timm = importlib.import_module("timm")
     signal.signal(signal.SIGALRM, _late)
     rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []

@@ -28,7 +28,7 @@ from benchmarks.any_model import float64
 float64.install()
 
 import torch  # noqa: E402
-from benchmarks.any_model import configs, probe, recipes  # noqa: E402
+from benchmarks.any_model import configs, probe, recipes, vision  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 _LITERAL = 300
@@ -246,6 +246,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
+    vision.load_if_there()
     rows = [json.loads(line) for line in arguments.again.read_text().splitlines()]
     done = (
         {json.loads(line)["type"] for line in arguments.out.read_text().splitlines()}
