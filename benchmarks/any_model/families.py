@@ -103,9 +103,42 @@ def _small_configuration(function: Any, name: str, side: int) -> Iterator[None]:
         table[name] = before
 
 
+class _ReachedError(Exception):
+    """What an entry point passes on to a model's class."""
+
+    def __init__(self, cls: Any, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.cls = cls
+        self.arguments = arguments
+
+
+@contextlib.contextmanager
+def _replaced_builder(function: Any, inside: dict[str, Any] | None) -> Iterator[None]:
+    """Have a module's entry points build with these arguments, whatever they write down; None: raise with what they write."""
+    names = vars(sys.modules[function.__module__])
+    before = names["build_model_with_cfg"]
+
+    def build_model(cls: Any, variant: str, pretrained: bool, **arguments: Any) -> nn.Module:
+        if inside is None:
+            raise _ReachedError(cls, arguments)
+        return before(cls, variant, pretrained, **{**arguments, **inside})
+
+    names["build_model_with_cfg"] = build_model
+    try:
+        yield
+    finally:
+        names["build_model_with_cfg"] = before
+
+
 def build(name: str, fields: dict[str, Any]) -> nn.Module:
-    """Return a model by its name; a field `small` has its module's configuration shrunk for images of this side."""
+    """Return a model by its name.
+
+    A field `small` has its module's configuration shrunk for images of this side, and `inside` are arguments of its class.
+    """
     timm = importlib.import_module("timm")
+    if "inside" in fields:
+        with _replaced_builder(timm.models.model_entrypoint(name), fields["inside"]):
+            return timm.create_model(name, num_classes=recipes.CLASSES)
     side = fields.pop("small", None)
     if side is None:
         return timm.create_model(name, num_classes=recipes.CLASSES, **fields)
@@ -128,6 +161,31 @@ def written_arguments(function: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name}
 
 
+def arguments_inside(name: str, function: Any, side: int) -> list[dict[str, Any]]:
+    """Return small arguments of a model's class: of those that its entry point writes down, and of the class's defaults."""
+    try:
+        with _replaced_builder(function, None):
+            function()
+    except _ReachedError as reached:
+        defaults = {key: p.default for key, p in inspect.signature(reached.cls.__init__).parameters.items()}
+        known = {key: value for key, value in defaults.items() if value is not inspect.Parameter.empty}
+        found = []
+        for given in ({**known, **reached.arguments}, reached.arguments):
+            small = {key: tiny(key, value, side) for key, value in given.items() if key in defaults}
+            found.append({key: value for key, value in small.items() if value != given[key] and _is_plain(value)})
+        few = {key: value for key, value in found[0].items() if _DEPTHS.fullmatch(key)}
+        return [{"inside": fields} for fields in (*found, few) if fields]
+    except Exception:  # an entry point that wants more
+        return []
+    return []
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def changes_of(name: str, function: Any, side: int) -> list[dict[str, Any]]:
     """Return fields in the order in which they are tried: all small, few layers alone, the module's configuration, none."""
     written = written_arguments(function)
@@ -137,7 +195,7 @@ def changes_of(name: str, function: Any, side: int) -> list[dict[str, Any]]:
     sized = {"img_size": side}
     table = vars(sys.modules[function.__module__]).get("model_cfgs") or {}
     found = [{"small": side, **sized}, {"small": side}] if name in table else []
-    found += [{**small, **sized}, small, {**few, **sized}, few, sized, {}]
+    found += [{**small, **sized}, small, {**few, **sized}, few, *arguments_inside(name, function, side), sized, {}]
     return [fields for index, fields in enumerate(found) if fields not in found[:index]]
 
 
