@@ -5,6 +5,8 @@ All tensors of such a layer with an entry for each output are cut together. What
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from meshwright.apply.tensor.search.trace import Trace
 from meshwright.apply.tensor.tensor_layout import Cut, Region
 
@@ -24,6 +26,8 @@ def layer_by_its_outputs(trace: Trace, key: int, num_tp_ranks: int) -> Region | 
     call = trace.calls.get(scope)
     if len(names) > 1 or not scope or call is None or len(call.results) != 1:
         return None
+    if not call.args or not isinstance(call.args[0], Tensor):
+        return None  # no layer: a module that makes a weight, say
     module = trace.module.get_submodule(scope)
     own = dict(module.named_parameters(scope, recurse=False))
     if sum(1 for _ in module.parameters()) > len(own):
