@@ -271,7 +271,10 @@ def settled(fields: dict[str, Any], cls: Any) -> dict[str, Any]:
         return {**fields, **parts}
     own = {}
     for field in dataclasses.fields(cls):
-        value = getattr(made, field.name, None)
+        try:
+            value = getattr(made, field.name, None)
+        except Exception:  # a field that each layer has its own of
+            continue
         is_open = field.default is None and not field.name.startswith("_") and field.name not in fields
         if is_open and isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
             own[field.name] = tiny_list(field.name, list(value))

@@ -41,6 +41,7 @@ class Graphs(nn.Module):
         self.pooling = getattr(layers, pooling)(width) if pooling else None
         self.head = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 3))
         generator = torch.Generator().manual_seed(7)
+        self.edges: Tensor
         self.register_buffer("edges", torch.randint(0, NODES, (2, EDGES), generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
