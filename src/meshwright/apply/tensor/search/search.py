@@ -212,7 +212,7 @@ class Search:
             options = Options(pair, self._trace, self.num_tp_ranks)
             if options.scope not in self._trace.calls:
                 continue
-            self._try(options.scope, candidates(options), keys, "pair", may_retry=key)
+            self._try(options.scope, candidates(options), keys, "pair", may_retry=key, is_mixed=pair.is_mixed)
 
     def _in_order(self) -> list[int]:
         """Return the keys of products; late ones are the row of a pair, and a column of a larger pair in the same module."""
@@ -288,8 +288,9 @@ class Search:
         *,
         may_retry: int | None = None,
         accept: Region | None = None,
+        is_mixed: bool = False,
     ) -> None:
-        proven, error = self._proving.find(scope, tries, keys, kind, accept)
+        proven, error = self._proving.find(scope, tries, keys, kind, accept, is_mixed=is_mixed)
         if proven is not None:
             final = accept or proven
             self._accept(final, self._keys(final))

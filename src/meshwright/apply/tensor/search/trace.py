@@ -203,7 +203,7 @@ class Trace(TorchFunctionMode):
         return next((path for path in reversed(product.path) if path in own), own[0])
 
     def is_layer(self, product: Product) -> bool:
-        """Tell whether the product is all that its owner computes, as in nn.Linear."""
+        """Tell whether the product is all that its owner computes, as in nn.Linear: no other matrix is there."""
         name = self.owner(product)
         owner = self.module.get_submodule(name)
         call = self.calls.get(name)
@@ -211,6 +211,7 @@ class Trace(TorchFunctionMode):
             product.path[-1:] == (name,)
             and not any(True for _ in owner.children())
             and sum(parameter is not None for parameter in owner._parameters.values()) <= 2
+            and sum(parameter is not None and parameter.dim() > 1 for parameter in owner._parameters.values()) <= 1
             and call is not None
             and len(call.results) == 1
         )
