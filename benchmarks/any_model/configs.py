@@ -271,7 +271,10 @@ def settled(fields: dict[str, Any], cls: Any) -> dict[str, Any]:
         return {**fields, **parts}
     own = {}
     for field in dataclasses.fields(cls):
-        value = getattr(made, field.name, None)
+        try:
+            value = getattr(made, field.name, None)
+        except Exception:  # a field that each layer has its own of
+            continue
         is_open = field.default is None and not field.name.startswith("_") and field.name not in fields
         if is_open and isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
             own[field.name] = tiny_list(field.name, list(value))
@@ -299,6 +302,36 @@ def scaled(cls: Any) -> dict[str, Any]:
                 found[field.name] = [_an_eighth(item) for item in value]
         elif (new := tiny_value(field.name, value, Tokens())) != value and not field.name.startswith("_"):
             found[field.name] = new
+    return found
+
+
+def by_sizes(fields: dict[str, Any], cls: Any, sizes: set[int]) -> dict[str, Any]:
+    """Return the fields with those numbers made small that are sizes of the model's parameters, in the class and in its parts.
+
+    Args:
+        fields: A configuration's fields.
+        cls: Its class.
+        sizes: The parameters' sizes in all dims [entries].
+    """
+    try:
+        made = cls(**copy.deepcopy(fields)).to_dict()
+    except Exception:  # a class that refuses these fields refuses them again
+        return fields
+    return {**fields, **_smaller(made, sizes, fields)}
+
+
+def _smaller(made: dict[str, Any], sizes: set[int], fields: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in made.items():
+        if isinstance(value, dict) and "model_type" in value:
+            inner = fields.get(name) if isinstance(fields.get(name), dict) else {}
+            if smaller := _smaller(value, sizes, inner or {}):
+                found[name] = {**(inner or {}), "model_type": value["model_type"], **smaller}
+        elif isinstance(value, list) and value and all(type(item) is int for item in value):
+            if any(item in sizes and item > _SMALL for item in value):
+                found[name] = [HIDDEN if item > HIDDEN else item for item in value]
+        elif type(value) is int and value > _SMALL and value in sizes:
+            found[name] = VOCABULARY if "vocab" in name else POSITIONS if "position" in name else HIDDEN
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -63,6 +64,14 @@ def _try_head(cls: Any, model_type: str, kind: str, name: str, fields: dict[str,
     recipe = {"type": model_type, "kind": kind, "class": name, "config": fields, "library": "transformers"}
     if kind in ("image", "audio", "video", "text"):
         recipe["num_labels"] = recipes.CLASSES
+    sizes = _sizes_without_memory(recipe)
+    if sum(map(math.prod, sizes)) > _MOST_PARAMETERS:
+        smaller = configs.by_sizes(fields, cls, {size for shape in sizes for size in shape})
+        if smaller != fields:
+            recipe["config"] = smaller
+            sizes = _sizes_without_memory(recipe)
+    if sum(map(math.prod, sizes)) > _MOST_PARAMETERS:
+        return f"{sum(map(math.prod, sizes))} parameters"
     torch.manual_seed(0)
     module = recipes.build_hf(recipe)
     if (packed := proposals.packing_of(module)) is not None:
@@ -81,6 +90,17 @@ def _try_head(cls: Any, model_type: str, kind: str, name: str, fields: dict[str,
                 return found
             problems.append(found)
     return " / ".join(dict.fromkeys(problems))[:400] or "no inputs known"
+
+
+def _sizes_without_memory(recipe: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Return the shapes of a model's parameters; none where it cannot be built without memory."""
+    try:
+        with torch.device("meta"):
+            return [tuple(p.shape) for p in recipes.build_hf(recipe).parameters()]
+    except _LateError:
+        raise
+    except Exception:  # code that reads values while it builds, or that the real build will say
+        return []
 
 
 def _try_batch(module: Any, recipe: dict[str, Any]) -> dict[str, Any] | str:

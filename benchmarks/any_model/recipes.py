@@ -56,7 +56,7 @@ def build(recipe: dict[str, Any]) -> nn.Module:
     if library == "transformers":
         return build_hf(recipe)
     if library == "timm":
-        return prepared(importlib.import_module("timm").create_model(cls, num_classes=CLASSES, **fields))
+        return prepared(importlib.import_module("benchmarks.any_model.families").build(cls, fields))
     if library == "torchvision":
         return prepared(vision.build(cls, fields))
     module = importlib.import_module("benchmarks.any_model.graphs" if library == "torch_geometric" else library)
@@ -81,6 +81,8 @@ def build_hf(recipe: dict[str, Any]) -> nn.Module:
     model = cls(config)
     if "packed" in recipe:
         model = Packed(model, *recipe["packed"])
+    if "flattened" in recipe:
+        model = Flattened(model, recipe["flattened"])
     return prepared(model, 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0))
 
 
@@ -123,6 +125,30 @@ class Packed(nn.Module):
         return {key: value.unflatten(0, (count, -1)) for key, value in found.items()}
 
 
+class Flattened(nn.Module):
+    """A model that takes some of its inputs for all samples in one row, and gets those of each sample from a batch.
+
+    Args:
+        model: The model.
+        names: The inputs, of shape [samples, entries of a sample, ...].
+    """
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
+
+    def forward(self, **batch: Tensor) -> Any:
+        """Return what the model gives."""
+        rows = {name: batch[name].flatten(0, 1) for name in self.names}
+        return self.model(**{**batch, **rows})
+
+
 def prepared(model: nn.Module, dropout: float = 0.0) -> nn.Module:
     """Return the model in float64, with this rate in all dropouts, and with values that hide nothing: zeros and ones do."""
     model = model.double().train()
@@ -154,6 +180,11 @@ def make_batch(recipe: dict[str, Any], step: int) -> dict[str, Tensor]:
             batch[name] = torch.randn(SAMPLES, *facts, generator=generator, dtype=torch.float64)
         elif kind == "constant":
             batch[name] = torch.tensor(facts).expand(SAMPLES, len(facts)).clone()
+        elif kind == "rows":
+            rows = [facts[0][(index + step) % len(facts[0])] for index in range(SAMPLES)]
+            batch[name] = torch.tensor(rows)
+        elif kind == "filled":
+            batch[name] = torch.full((SAMPLES, *facts[1:]), facts[0])
         elif kind == "ones":
             batch[name] = torch.ones(SAMPLES, *facts, dtype=torch.int64)
         elif kind == "boxes":

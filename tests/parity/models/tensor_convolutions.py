@@ -33,11 +33,12 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Neck(nn.Module):
-    """Two convolutions with norms over channels, as after a vision tower, in some blocks."""
+    """A convolution in groups that stands alone, then two with norms over channels, as after a vision tower, in some blocks."""
 
     def __init__(self, width: int = 6, hidden: int = 10) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.mix = nn.Conv2d(width, width, 3, padding=1, groups=3)
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 nn.Conv2d(width, hidden, 1),
@@ -52,6 +53,7 @@ class Neck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
+        x = x + self.mix(x).tanh()
         for block in self.blocks:
             x = x + block(x)
         return self.head(x.mean((2, 3)))

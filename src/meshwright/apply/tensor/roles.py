@@ -65,7 +65,8 @@ def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_
 
 def _column_forward(original: Forward, running: RunningRegion, role: str, *, is_whole: bool) -> Forward:
     def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, running.enter(x, is_whole=is_whole), *args, **kwargs)
+        own = _channels_of_groups(self, x, running) if role == "gathered" else None
+        result = original(self, running.enter(x, is_whole=is_whole) if own is None else own, *args, **kwargs)
         if role == "column":
             return result
         running.forget()
@@ -77,6 +78,16 @@ def _column_forward(original: Forward, running: RunningRegion, role: str, *, is_
         return whole if slicing is None else slicing.scatter_again(whole)
 
     return forward
+
+
+def _channels_of_groups(module: nn.Module, x: Any, running: RunningRegion) -> Tensor | None:
+    """Return the channels that this rank's groups of a convolution take; None where the module has all of its groups."""
+    if not (isinstance(module, Convolution) and isinstance(x, Tensor) and x.dim() > 1) or running.slicing is not None:
+        return None
+    weight: Any = module.weight
+    if module.transposed or weight.shape[1] * module.groups == x.shape[1]:
+        return None
+    return scatter_to_group(make_whole(x), running.group, dim=1, sizes=running.sizes(x.shape[1]))
 
 
 def _row_forward(original: Forward, running: RunningRegion) -> Forward:

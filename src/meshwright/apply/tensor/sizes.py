@@ -133,16 +133,18 @@ class Resizing(TorchFunctionMode):
         if not all(item is Ellipsis or isinstance(item, slice) for item in items):
             return index
         lead = tensor.dim() - sum(item is not Ellipsis for item in items)
+        # Parts of one dim are taken apart alone; several dims at once are an image without its padding.
+        is_alone = sum(isinstance(item, slice) and item != slice(None) for item in items) == 1
         dim = 0
         for place, item in enumerate(items):
             if item is Ellipsis:
                 dim += lead
                 continue
-            items[place] = self._bounds(item, tensor.shape[dim])
+            items[place] = self._bounds(item, tensor.shape[dim], is_alone=is_alone)
             dim += 1
         return tuple(items)
 
-    def _bounds(self, item: slice, have: int) -> slice:
+    def _bounds(self, item: slice, have: int, *, is_alone: bool) -> slice:
         """Return the shard's bounds of a slice whose bounds are those of full groups and exceed the tensor."""
         bounds = [bound for bound in (item.start, item.stop) if isinstance(bound, int) and bound > 0]
         if item.step is not None or not bounds:
@@ -151,6 +153,6 @@ class Resizing(TorchFunctionMode):
         # A width of the whole tensor is at least as large as one of the bounds only where the shard is cut.
         if None in locals_.values() or have % max(self._own, 1) or max(bounds) * self._own % self._num_units:
             return item
-        if not any(bound > have for bound in bounds) and not self._is_own(have, bounds[0]):
+        if not any(bound > have for bound in bounds) and not (is_alone and self._is_own(have, bounds[0])):
             return item
         return slice(locals_.get(item.start, item.start), locals_.get(item.stop, item.stop))

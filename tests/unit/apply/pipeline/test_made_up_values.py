@@ -53,6 +53,27 @@ def test_the_error_on_zeros_is_told_where_no_values_serve() -> None:
         _shapes_of(layer).find_of_unit("", layer, Scaled.forward, (_elsewhere(3, 4),), {})
 
 
+class Cast(nn.Module):
+    """Casts its input to the dtype of its first parameter, as models of transformers ask for their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(next(self.parameters()).dtype))
+
+
+def test_a_layer_that_asks_for_its_own_dtype_has_a_shape_on_another_stage() -> None:
+    layer = Cast()
+    absent = dict(layer.linear._parameters)
+    layer.linear._parameters = {}
+    vars(layer.linear).update(absent)  # as on the stages that do not hold them
+    known = Shapes({}, (), ()).find_of_unit("", layer, Cast.forward, (_elsewhere(3, 4),), {})
+    assert (known.results.shape, known.results.dtype) == ((3, 6), torch.float64)
+    assert list(layer.parameters()) == []
+
+
 def _inverse(matrix: Tensor) -> Tensor:
     if not float(matrix.sum()):
         raise ArithmeticError("zeros")

@@ -104,3 +104,39 @@ def test_numbers_that_decide_count(function: Callable[[Any, Tensor], Any], value
 
 def test_what_gradients_decide_is_told() -> None:
     assert not _asked(lambda _, x: x * 2 if torch.is_grad_enabled() else x).is_same
+
+
+@pytest.mark.parametrize(
+    ("function", "is_known"),
+    [
+        (lambda _, x: x * float(x.shape[1]), True),
+        (lambda layer, x: x * float(x.shape[1]) if layer.training else x.relu() * 2.0, False),
+    ],
+)
+def test_what_sizes_follow_from_is_found_once_for_modes_that_call_the_same(
+    function: Callable[[Any, Tensor], Any], is_known: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH).double().requires_grad_()
+    layer, call = Layer(function).double(), Call(args=(x,), kwargs={})
+    first = Experiment(layer, call, 2).asks()
+    layer.eval()
+    again, alone = Experiment(layer, call, 2).asks(None, first.followed), Experiment(layer, call, 2).asks()
+    assert (again.sizes, again.values, again.is_same) == (alone.sizes, alone.values, alone.is_same)
+    assert (again.followed is first.followed) is is_known
+
+
+def test_a_size_that_another_mode_reads_counts_where_both_call_the_same() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH).double().requires_grad_()
+
+    def scaled(layer: Any, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return x * (float(length) if layer.training else 3.0)
+
+    layer, call = Layer(scaled).double(), Call(args=(x,), kwargs={})
+    layer.eval()
+    first = Experiment(layer, call, 2).asks()
+    layer.train()
+    assert LENGTH not in first.sizes
+    assert LENGTH in Experiment(layer, call, 2).asks(None, first.followed).sizes

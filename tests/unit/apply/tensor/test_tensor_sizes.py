@@ -50,6 +50,14 @@ def test_unflatten_split_slices_and_expand(resizing: Resizing) -> None:
         assert tuple(torch.zeros(2, 2, 1, 12).expand(2, HEADS, 16, 12).shape) == (2, 2, 16, 12)
 
 
+def test_slices_of_several_dims_at_once_are_no_parts(resizing: Resizing) -> None:
+    # As many entries as the bound says: two parts of a cut dim, or an image without its padding.
+    image = torch.zeros(2, WIDTH, WIDTH, 3)
+    with resizing:
+        assert tuple(image[:, :WIDTH, :WIDTH, :].shape) == (2, WIDTH, WIDTH, 3)
+        assert tuple(image[:, :WIDTH].shape) == (2, WIDTH // 2, WIDTH, 3)
+
+
 def test_what_cannot_be_right_is_left_to_fail(resizing: Resizing) -> None:
     # Half of the sequence would make the numbers of entries equal: never.
     with resizing, pytest.raises(RuntimeError, match="invalid for input"):

@@ -331,6 +331,13 @@ def test_a_function_of_a_term_is_refused(after: Callable[[Any, Tensor], Tensor])
         experiment_of(Scope(after)).prove(SUM)
 
 
+def test_dropout_of_a_term_is_right_where_it_drops_nothing() -> None:
+    assert experiment_of(Scope(lambda _, y: F.dropout(y, 0.0))).prove(SUM)
+    assert experiment_of(Scope(lambda _, y: F.dropout(y, 0.5, training=False))).prove(SUM)
+    with pytest.raises(DisprovedError, match="not linear"):
+        experiment_of(Scope(lambda _, y: F.dropout(y, 0.1))).prove(SUM)
+
+
 def test_masks_on_what_every_rank_has_are_refused_where_ranks_draw_apart() -> None:
     class Dropped(Scope):
         def forward(self, x: Tensor) -> Tensor:

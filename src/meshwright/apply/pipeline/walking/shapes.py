@@ -212,6 +212,21 @@ def _laid_out(module: nn.Module, make: Callable[[Meta], Tensor]) -> Iterator[Non
             parameter.data = data
 
 
+@contextlib.contextmanager
+def _absent_listed(module: nn.Module) -> Iterator[None]:
+    """List the parameters of other stages inside the context, as on theirs: code asks the first one for its dtype or device."""
+    owners = [(child, child._parameters) for child in module.modules()]
+    for child, own in owners:
+        absent = {name: value for name, value in vars(child).items() if isinstance(value, nn.Parameter)}
+        if absent:
+            vars(child)["_parameters"] = {**absent, **own}
+    try:
+        yield
+    finally:
+        for child, own in owners:
+            vars(child)["_parameters"] = own
+
+
 def _run_watched(
     scene: Scene,
     run: Callable[..., Any],
@@ -239,7 +254,8 @@ def _run_watched(
         given = [stand_in(tensor) for tensor in scene.given]
         versions = [tensor._version for tensor in given]
         memory = contextlib.nullcontext() if make is make_fake else _laid_out(module, make)
-        with no_cached_tensors(module), _own_buffers(module), hooks_put_back(module.modules()), memory:
+        hooks = hooks_put_back(module.modules())
+        with no_cached_tensors(module), _own_buffers(module), hooks, _absent_listed(module), memory:
             results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
         writes = [

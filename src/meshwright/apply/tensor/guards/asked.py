@@ -12,6 +12,7 @@ sizes.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -91,6 +92,8 @@ class Asked(_Watched):
         """Whose numbers it has read: 1 is of arguments and buffers, 2 also of tensors in attributes."""
         self.is_same = True
         """Whether it gave the same as where gradients are on."""
+        self.followed: Followed | None = None
+        """What other runs have shown of its sizes."""
         self._given = sizes_of(arguments)
         self._origins = origins
         self._expected = expected
@@ -165,33 +168,46 @@ class Asked(_Watched):
             self._followed[id(tensor)] = origins, max([0, *(values for _, values in told)])
 
 
-def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> Asked:
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """What runs of a call with other numbers and other sizes have shown."""
+
+    expected: list[Event]
+    """The called functions, and the sizes that they give."""
+    counts: set[int]
+    """Argument sizes that count as read in any case."""
+    origins: list[list[frozenset[int]]] | None
+    """The argument sizes that each inner size derives from; None where the called functions depend on values."""
+
+
+def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None = None) -> Asked:
     """Return the sizes and values that the code of a call reads.
 
     Args:
         run: Runs a module with its (args, kwargs) inside a mode, and returns its tensors.
         fresh: Returns a copy of the module, and of its arguments.
+        earlier: What such runs have shown in another mode. It holds where the same functions give the same sizes.
     """
     module, inputs = fresh()
-    expected, sizes, origins = _follow_sizes(run, fresh)
-    asked = Asked(module, inputs, origins=origins, expected=expected)
+    followed = _follow_sizes(run, fresh, earlier)
+    asked = Asked(module, inputs, origins=followed.origins, expected=followed.expected)
     try:
         run(module, inputs, asked)
     except Exception:  # noqa: BLE001 - whatever code raises that takes a size for an int
         asked.ask_for_all()
-    asked.sizes |= sizes
+    asked.sizes |= followed.counts
+    asked.followed = followed
     return asked
 
 
-def _follow_sizes(
-    run: Run, fresh: Callable[[], tuple[nn.Module, Any]]
-) -> tuple[list[Event], set[int], list[list[frozenset[int]]] | None]:
-    """Return the called functions, the sizes that count in any case, and the origins of each inner size."""
+def _follow_sizes(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None) -> Followed:
     expected = _events(run, *fresh()) or []
+    if earlier is not None and expected and expected == earlier.expected:
+        return earlier
     module, inputs = fresh()
     drawn = _events(run, module, map_call(inputs, _other_numbers))
     if drawn is None or [func for func, _ in drawn] != [func for func, _ in expected]:
-        return expected, set(), None  # the called functions depend on values
+        return Followed(expected, set(), None)
     found: list[list[frozenset[int]]] = [[frozenset() for _ in sizes] for _, sizes in expected]
     counts: set[int] = set()
     own = sorted(size for size in sizes_of(inputs) if size > 1)
@@ -204,7 +220,7 @@ def _follow_sizes(
             for index, triple in enumerate(zip(mine, other, noise, strict=False)):
                 if triple[0] != triple[1] and triple[0] == triple[2]:
                     found[place][index] |= {size}
-    return expected, counts if len(own) <= _MAX_SIZES else set(own), found
+    return Followed(expected, counts if len(own) <= _MAX_SIZES else set(own), found)
 
 
 def functions_called(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> list[Any] | None:

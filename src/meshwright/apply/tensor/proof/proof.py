@@ -21,7 +21,7 @@ from meshwright._torch_private import run_backward
 from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guards.ambient import surrounded_by
-from meshwright.apply.tensor.guards.asked import Asked, ask, functions_called
+from meshwright.apply.tensor.guards.asked import Asked, Followed, ask, functions_called
 from meshwright.apply.tensor.proof.effects import Before, Left, foreign_parameter
 from meshwright.apply.tensor.proof.exact import Exact
 from meshwright.apply.tensor.proof.scope_values import ScopeValues, as_double
@@ -178,11 +178,12 @@ class Experiment:
                 return Outcome(outputs=outputs, input_gradients=[], gradients={}, left=left), record
             return self._backward(module, inputs, outputs, self._cotangents, left), record
 
-    def asks(self, few: Experiment | None = None) -> Asked:
+    def asks(self, few: Experiment | None = None, earlier: Followed | None = None) -> Asked:
         """Return the sizes and values that this call's code reads, and whether it does the same without gradients.
 
         Args:
             few: The same call with fewer rows. It is asked in this one's place where its code calls the same functions.
+            earlier: What was found of its sizes in another mode.
         """
 
         def run(module: nn.Module, inputs: Any, mode: Any, gradients: bool | None = None) -> list[Tensor]:
@@ -191,12 +192,12 @@ class Experiment:
 
         called = None if few is None else functions_called(run, few._fresh)
         if few is not None and called is not None and called == functions_called(run, self._fresh):
-            asked = ask(run, few._fresh)
+            asked = ask(run, few._fresh, earlier)
             pairs = zip(tensors_in(few._inputs), tensors_in(self._inputs), strict=True)
             rows = {size: own for tensors in pairs for size, own in zip(*(t.shape for t in tensors), strict=True)}
             asked.sizes = {rows[size] for size in asked.sizes}
         else:
-            asked = ask(run, self._fresh)
+            asked = ask(run, self._fresh, earlier)
         # As it is called; if that is with gradients, also without.
         without = run(*self._fresh(), contextlib.nullcontext(), False if self._ambient[0] else None)
         pairs = zip(without, self.whole.outputs, strict=False)

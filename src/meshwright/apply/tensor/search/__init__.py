@@ -10,9 +10,11 @@ tried       regions that were tried, and why each failed
 other_sizes ways that failed in a scope of the same code and other sizes
 fewer_rows  calls with fewer rows, on which most wrong regions fail
 narrowing   torch's own layers with fewer rows, for proofs of a vocabulary
+other_layers  layers whose weight no product takes as it is
 passed_on   results that a scope passes on to scopes that are the same
 deadline    when a search ends with an error, since other ranks wait
 regions     trial of candidates until one is proven
+proven_calls  calls under which the cuts of a part are proven
 sequences   layers that run on slices of the sequence
 search      the whole search
 

@@ -18,14 +18,19 @@ class Pair:
     row: Product
     sides: tuple[Product, ...] = ()
     """Embeddings that are looked up inside, one value for each unit: relative position biases."""
+    is_mixed: bool = False
+    """Whether the row's input comes from other products, too, that feed more than the row: a stream that layers add to."""
 
     def scope(self, trace: Trace) -> str:
-        """Return the name of the innermost module that holds the pair."""
+        """Return the name of the innermost module that holds the pair and was called: a list of layers is not."""
         paths = [trace.owner(product).split(".") for product in (*self.columns, self.row)]
         if paths[0] == [""]:
             return ""
         common = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
-        return ".".join(parts[0] for parts in common)
+        name = ".".join(parts[0] for parts in common)
+        while name and name not in trace.calls:
+            name = name.rpartition(".")[0]
+        return name
 
 
 def pair_of(key: int, trace: Trace, taken: set[int]) -> Pair | None:
@@ -42,7 +47,8 @@ def pair_of(key: int, trace: Trace, taken: set[int]) -> Pair | None:
         return None
     order = list(trace.products)
     columns.sort(key=lambda product: order.index(product.key))
-    return Pair(columns=tuple(columns), row=calls[0], sides=tuple(sides))
+    is_mixed = len(columns) < sum(c[0].kind != "embedding" for c in free)
+    return Pair(columns=tuple(columns), row=calls[0], sides=tuple(sides), is_mixed=is_mixed)
 
 
 def feeds_only_the_output(key: int, trace: Trace) -> bool:

@@ -36,7 +36,7 @@ MAX_TRIALS_AGAIN = 12
 """The same where all failed for a scope that differs in nothing but where it stands [count]."""
 
 MAX_TRIALS_AROUND = 30
-"""The same for a scope with many layers that the pair is no part of: each proof runs all of them [count]."""
+"""The same for a scope with many layers that the pair is no part of, each of which every proof runs, or a mixed pair [count]."""
 
 MANY_BESIDE = 12
 """More layers than these are many [count]."""
@@ -136,7 +136,14 @@ class Proving:
         """What was proven, for scopes that are the same."""
 
     def find(
-        self, scope: str, tries: Iterable[Region], keys: set[int], kind: str, accept: Region | None
+        self,
+        scope: str,
+        tries: Iterable[Region],
+        keys: set[int],
+        kind: str,
+        accept: Region | None,
+        *,
+        is_mixed: bool = False,
     ) -> tuple[Region | None, str]:
         """Return the first proven region, or the reason why there is none.
 
@@ -146,6 +153,7 @@ class Proving:
             keys: The parameters that they cut.
             kind: The way in which they were proposed.
             accept: Checks a region of several that hold the same tensors: all of them together.
+            is_mixed: Whether they are a pair of which the row takes other layers' results, too: hardly ever right.
         """
         shape = digest((kind, self._shape_of(scope, keys)))
         places = digest(places_of(self._model.get_submodule(scope)))
@@ -155,7 +163,8 @@ class Proving:
         proven, error = self._proven_as_another(scope, shape, accept), ""
         if proven is None:
             try:
-                most = MAX_TRIALS_AGAIN if failed else MAX_TRIALS_AROUND if self._is_around(scope, keys) else MAX_TRIALS
+                is_around = is_mixed or self._is_around(scope, keys)
+                most = MAX_TRIALS_AGAIN if failed else MAX_TRIALS_AROUND if is_around else MAX_TRIALS
                 proven, error = self._first_proven(scope, tries, accept, most)
             except SurroundedError as surrounded:
                 return None, surrounded.message  # which says nothing about others of this structure

@@ -11,20 +11,16 @@ from torch import nn
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.tensor.attention import attention_region
 from meshwright.apply.tensor.copied_attributes import attributes_shown
-from meshwright.apply.tensor.guards.described import digest
-from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
-from meshwright.apply.tensor.proof.place_reads import PlaceReads
-from meshwright.apply.tensor.proof.proof import Experiment
-from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
+from meshwright.apply.tensor.proof.scope_values import LastDrawn
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
 from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
-from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
-from meshwright.apply.tensor.search.narrowing import narrow
+from meshwright.apply.tensor.search.other_layers import layer_by_its_outputs
 from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, pair_of
+from meshwright.apply.tensor.search.proven_calls import ProvenCalls
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.sequences import find_chains
-from meshwright.apply.tensor.search.trace import Call, Product, Trace
+from meshwright.apply.tensor.search.trace import Product, Trace
 from meshwright.apply.tensor.tensor_layout import Chain, Cut, Region, Role, TensorLayout
 
 __all__: list[str] = []
@@ -101,6 +97,7 @@ class Search:
         self._vocabularies()
         self._pairs()
         self._lone_layers()
+        self._other_layers()
         self._proving.forget()
         chains: tuple[Chain, ...] = ()
         if on_slices:
@@ -108,64 +105,8 @@ class Search:
                 self._trace, self._regions, self.num_tp_ranks, self._drawn, self._proving
             )
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole(), alone=self._alone())
-        return layout.replace(proven={name: self._proven_calls(name) for name in layout.parts()})
-
-    def _proven_calls(self, name: str) -> tuple[str, ...]:
-        """Return digests of the structures and calls of a module under which its cuts were proven (`conditions.py`)."""
-        self._proving.check_deadline()
-        module = self._model.get_submodule(name)
-        flags = [child.training for child in module.modules()]
-        found: dict[str, None] = {}
-        structures: set[str] = set()
-        for mode in (None, True, False):
-            if mode is not None:
-                module.train(mode)
-            structure = digest(describe_structure(module))
-            if structure in structures:
-                continue  # the traced modes, already done
-            structures.add(structure)
-            for place, call in enumerate(self._trace.distinct.get(name, {}).values()):
-                kind, is_same = self._kind_of(name, call, tried=("asks", place, mode))
-                found |= dict.fromkeys(
-                    proven_digests(
-                        structure,
-                        call.args,
-                        call.kwargs,
-                        kind=kind,
-                        ambient=call.ambient,
-                        without_gradients=is_same,
-                    )
-                )
-        for child, flag in zip(module.modules(), flags, strict=True):
-            child.training = flag
-        return tuple(found)
-
-    def _kind_of(self, name: str, call: Call, tried: tuple[Any, ...]) -> tuple[Kind, bool]:
-        """Return which sizes and values could run other code, and whether none do without gradients.
-
-        Args:
-            name: The module.
-            call: Its call.
-            tried: Which call it is, and in which mode.
-        """
-        names = names_of_sizes(call.args, call.kwargs)
-        asked = self._proving.passed_on.find(tried, name)
-        if asked is None:
-            module = self._model.get_submodule(name)
-            reads = PlaceReads(module)
-            try:
-                narrowed = narrow(module, [call], self.num_tp_ranks)
-                own, given = (module, call) if narrowed is None else (narrowed.module, narrowed.calls[0])
-                values = ScopeValues(own, self._drawn)
-                with reads.watched():
-                    few = experiment_with_fewer_rows(own, given, self.num_tp_ranks, values, only_asks=True)
-                    asked = Experiment(own, given, self.num_tp_ranks, values=values, only_asks=True).asks(few)
-            except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
-                return (tuple(names.values()), 2), False
-            asked = (asked.sizes, asked.values, asked.is_same)
-            self._proving.passed_on.keep(tried, name, asked, reads)
-        sizes, values, is_same = asked
-        return (tuple(name for size, name in names.items() if size in sizes), values), is_same
+        proven = ProvenCalls(self._trace, self._proving, self.num_tp_ranks, self._drawn)
+        return layout.replace(proven={name: proven.of(name) for name in layout.parts()})
 
     def _by_wish(self, wish: str) -> list[int]:
         return [
@@ -271,7 +212,7 @@ class Search:
             options = Options(pair, self._trace, self.num_tp_ranks)
             if options.scope not in self._trace.calls:
                 continue
-            self._try(options.scope, candidates(options), keys, "pair", may_retry=key)
+            self._try(options.scope, candidates(options), keys, "pair", may_retry=key, is_mixed=pair.is_mixed)
 
     def _in_order(self) -> list[int]:
         """Return the keys of products; late ones are the row of a pair, and a column of a larger pair in the same module."""
@@ -325,6 +266,17 @@ class Search:
         region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
         self._try(scope, [dict(region.by_module())[scope]], {key}, "layer", accept=region)
 
+    def _other_layers(self) -> None:
+        """Cut layers that use their weight in another way than as a product: in groups of channels, or normalised first."""
+        wished = set(self._by_wish("column"))
+        for key, parameter in self._trace.parameters.items():
+            is_free = key not in self._taken and key not in self._trace.products and -key not in self._trace.products
+            if not is_free or parameter.dim() < 2 or not (key in wished or self._is_large(key)):
+                continue
+            region = layer_by_its_outputs(self._trace, key, self.num_tp_ranks)
+            if region is not None:
+                self._try(region.scope, [region], {key}, "other layer")
+
     # -- proving ------------------------------------------------------------------------------------------------
 
     def _try(
@@ -336,8 +288,9 @@ class Search:
         *,
         may_retry: int | None = None,
         accept: Region | None = None,
+        is_mixed: bool = False,
     ) -> None:
-        proven, error = self._proving.find(scope, tries, keys, kind, accept)
+        proven, error = self._proving.find(scope, tries, keys, kind, accept, is_mixed=is_mixed)
         if proven is not None:
             final = accept or proven
             self._accept(final, self._keys(final))

@@ -138,6 +138,7 @@ class Trace(TorchFunctionMode):
             self.parameters[id(parameter)] = parameter
         self._sources: dict[int, frozenset[int]] = {}
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
+        self._joined: dict[int, set[int]] = {}  # tensors put together from vectors: whose
         self._path: list[str] = []
         self._handles: list[Any] = []
         self._alive: list[Any] = [list(module.buffers())]  # an id identifies a tensor only while the tensor lives
@@ -203,7 +204,7 @@ class Trace(TorchFunctionMode):
         return next((path for path in reversed(product.path) if path in own), own[0])
 
     def is_layer(self, product: Product) -> bool:
-        """Tell whether the product is all that its owner computes, as in nn.Linear."""
+        """Tell whether the product is all that its owner computes, as in nn.Linear: no other matrix is there."""
         name = self.owner(product)
         owner = self.module.get_submodule(name)
         call = self.calls.get(name)
@@ -211,6 +212,7 @@ class Trace(TorchFunctionMode):
             product.path[-1:] == (name,)
             and not any(True for _ in owner.children())
             and sum(parameter is not None for parameter in owner._parameters.values()) <= 2
+            and sum(parameter is not None and parameter.dim() > 1 for parameter in owner._parameters.values()) <= 1
             and call is not None
             and len(call.results) == 1
         )
@@ -238,6 +240,7 @@ class Trace(TorchFunctionMode):
             for met_by in (product.key,) if product else sources:
                 self.met.setdefault(met_by, set()).add(owner)
             self.other_uses.setdefault(owner, set()).add(name)
+        self._note_joined(func, inputs, outputs, {owner for owner, _ in derived}, product)
         self._note_details(func, args, kwargs, sources)
         mixing = [] if product else [owner for owner, _ in derived if self._mixes(func, owner)]
         for owner in mixing:  # recurrences, attention in one call: their results have no known sources
@@ -259,6 +262,16 @@ class Trace(TorchFunctionMode):
                 self.sizes.setdefault(source, set()).update(tensor.shape)
         if func is torch.Tensor.__setitem__ and inputs:
             self._sources[id(inputs[0])] = sources
+
+    def _note_joined(
+        self, func: Callable[..., Any], inputs: list[Tensor], outputs: list[Tensor], owners: set[int], product: Any
+    ) -> None:
+        """Follow vectors that are put together, as biases of queries and values are, to the product that takes them."""
+        if product is not None:
+            for tensor in inputs:
+                self.met.setdefault(product.key, set()).update(self._joined.get(id(tensor), ()))
+        elif func in (torch.cat, torch.concat) and all(self.parameters[owner].dim() == 1 for owner in owners):
+            self._joined |= {id(tensor): owners for tensor in outputs if owners}
 
     def _note_details(self, func: Callable[..., Any], args: Any, kwargs: Any, sources: frozenset[int]) -> None:
         if func in SPLITS and len(args) > 1 and isinstance(args[1], (list, tuple)):

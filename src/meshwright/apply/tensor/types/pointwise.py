@@ -119,6 +119,8 @@ def _of_terms(op: Operation) -> list[Type]:
         return op.all(PARTIAL)
     if op.name in ("where", "masked_fill"):
         return _masked(op)
+    if op.name in DROPOUTS and not drops(op.name, op.args, op.kwargs):
+        return op.all(PARTIAL)  # what it takes, as it is
     op.refuse_partial()
     return []
 
