@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.faults import leaks
 from tests.faults.jobs import rank_jobs as jobs
-from tests.faults.killer import Killer
+from tests.faults.killer import Killer, is_rank
 
 from meshwright.errors import WorkerKilledError
 from meshwright.ranks.launch import launch
@@ -40,7 +40,7 @@ def one(seed: int) -> dict[str, Any]:
     instant_s = source.uniform(0.0, WINDOW_S)
     watch = leaks.Watch()
     os.environ[leaks.MARK_VARIABLE] = watch.mark
-    killer = Killer(watch, rank, num, instant_s)
+    killer = Killer(watch, is_rank(rank, num), instant_s)
     killer.start()
     sample: dict[str, Any] = {"seed": seed, "ranks": num, "rank": rank, "instant_s": round(instant_s, 4)}
     try:

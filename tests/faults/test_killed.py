@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from benchmarks.faults.kill_any_instant import one
 from tests.faults import leaks
 from tests.faults.command import launching
 from tests.faults.jobs import rank_jobs as jobs
@@ -46,6 +47,12 @@ def check_kill(watch: leaks.Watch, seed: int, last_s: float) -> None:
 def test_kill_a_rank_at_a_random_instant(watch: leaks.Watch, seed: int) -> None:
     # Instants from the fork over the rendezvous into the training loop.
     check_kill(watch, seed, 0.4)
+
+
+def test_the_benchmark_of_kills_at_any_instant_runs() -> None:
+    """It gave the killer a rank and a number of ranks, which takes what tells the process now."""
+    found = one(2)  # rank 0 of 2 after 0.34 s
+    assert found["passed"], found
 
 
 @pytest.mark.usefixtures("no_template")

@@ -219,6 +219,30 @@ def test_a_model_that_shares_layers_leaves_another_ones_shares_their_own_numbers
     assert not set(first["masks"]) & set(second["masks"])
 
 
+def test_an_own_loop_gives_another_models_shares_their_numbers_back_after_each_forward() -> None:
+    """They came back with the optimizer's step: a forward of the other model before it drew one mask for two shares."""
+    first, second = testing.run_ranks(jobs.own_loop_beside_shares, 2)
+    assert not set(first) & set(second)
+
+
+def test_ranks_of_one_share_under_two_plans_draw_alike_between_steps() -> None:
+    """A rank that had drawn once more got its generator back after each step: what a script drew later stayed apart."""
+    first, second, third, fourth = testing.run_ranks(jobs.train_two_on_drawn_inputs, 4)
+    assert first == second
+    assert third == fourth
+    assert first != third
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_inference_mode_around_an_evaluation_changes_no_number(plan: str) -> None:
+    """Stages looked for writes by versions, which tensors of inference mode have not: torch's own error."""
+    for evaluated, called, in_inference, called_in_inference in testing.run_ranks(
+        jobs.evaluate_in_inference_mode, 2, plan
+    ):
+        assert in_inference == evaluated
+        assert called_in_inference == called
+
+
 @pytest.mark.parametrize("plan", ["single", *PLANS])
 def test_evaluation_changes_nothing_that_is_drawn_later(plan: str) -> None:
     num_ranks = PLANS.get(plan, 1)

@@ -104,10 +104,21 @@ class ModelGuard:
         module: The module as it was when the plan was applied.
         fixes_memory: Whether the values must stay in their memory, since shards or pieces are views of it.
         follows_calls: Whether no module may be compiled, since exchanges stand between their calls.
+        cuts_batch: Whether a forward sees a part of the batch, so that no embedding may begin to count or renormalise ids.
     """
 
-    def __init__(self, module: nn.Module, *, fixes_memory: bool = False, follows_calls: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, *, fixes_memory: bool = False, follows_calls: bool = False, cuts_batch: bool = False
+    ) -> None:
         owners = list(module.named_modules())
+        self._embeddings = [
+            (prefix, own)
+            for prefix, own in owners
+            if cuts_batch
+            and isinstance(own, (nn.Embedding, nn.EmbeddingBag))
+            and own.max_norm is None
+            and not own.scale_grad_by_freq
+        ]
         self._followed = [(vars(own), prefix) for prefix, own in owners] if follows_calls else []
         self._parameters = [
             (own._parameters, name, parameter, f"{prefix}.{name}" if prefix else name)
@@ -142,6 +153,14 @@ class ModelGuard:
             change = self._find_replaced()
             if change is not None:
                 return change
+        for name, own in self._embeddings:
+            if own.max_norm is not None or own.scale_grad_by_freq:
+                option = "max_norm" if own.max_norm is not None else "scale_grad_by_freq"
+                return ApplyError(
+                    f"{option} of embedding '{name}' was set after the plan was applied: it goes by the ids of a batch, and "
+                    "each rank or micro-batch sees a part of them",
+                    fix="leave it as it was, or use a plan that leaves the batch whole (dp=1, micro_batches=1)",
+                )
         if self._places is not None and self._places != (now := self._read_places()):
             moved = [name for name, new, old in zip(self._names, now, self._places, strict=True) if new != old]
             return ApplyError(

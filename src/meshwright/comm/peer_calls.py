@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
+from meshwright.mesh import MeshSpec
 
 __all__: list[str] = []
 
@@ -15,8 +16,8 @@ class PeerCalls(Protocol):
 
     has_given_up: bool
     """Whether this rank has stopped waiting for others in it."""
-    num_apart: int
-    """Plans that have given ranks generators of their own, the same number on every rank [count]."""
+    meshes: list[MeshSpec]
+    """Meshes of the plans that have given ranks of dp generators of their own, the same on every rank."""
 
     @property
     def current(self) -> int:

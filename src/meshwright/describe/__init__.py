@@ -6,6 +6,7 @@ describing    `describe_model`: any module as a ModelSpec
 cast_kernels  the autocast of CUDA devices, or of CPUs, for a described forward
 fakes         modules and batches without memory
 function_caches  caches of functions, in which a trial leaves no tensor
+left_tensors  tables in variables, in which a description leaves no tensor
 recorder      record of one forward: operators, and what backward keeps
 product_sizes operators that are products, with their sizes
 memory_runs   runs of memory that an elementwise kernel walks

@@ -28,6 +28,7 @@ from meshwright.describe.fakes import (
 )
 from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.describe.layer_specs import LayerAssembly
+from meshwright.describe.left_tensors import no_tensors_left
 from meshwright.describe.module_facts import facts_of, kept_bytes, sequence_of
 from meshwright.describe.ownership import layer_names, ownership_of
 from meshwright.describe.per_sample import Samples, pick_samples
@@ -89,7 +90,7 @@ def describe_model(
     if autocast not in ("none", "cpu", "cuda"):
         raise ConfigError(f"autocast={autocast!r} (rule: none, cpu or cuda)", fix='autocast="cuda"')
     job = _Attempts(build_model, example_batch, loss_fn, num_samples, autocast)
-    with kept_python_state():
+    with kept_python_state(), no_tensors_left(build_model, type(build_model), loss_fn):
         seen = job.run()
     parameters = ownership_of(seen.module, seen.layers)
     assembly = LayerAssembly(seen.recorder, seen.layers, parameters, seen.samples, is_cast=autocast != "none")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 __all__: list[str] = []
 
 _CACHE: Final[Any] = type(functools.lru_cache(lambda: None))
-_WITHOUT: Final = sys.stdlib_module_names | {"torch", "numpy", "scipy", "sympy", "mpmath", "meshwright"}
+WITHOUT: Final = sys.stdlib_module_names | {"torch", "numpy", "scipy", "sympy", "mpmath", "meshwright"}
 """Packages that cache no tensors of a model. A search through them would take longer than through all others."""
 _DEPTH: Final = 6
 """Decorators around one function that are looked through [count]."""
@@ -85,7 +85,7 @@ class _Imported:
 
     def _search(self, name: str) -> None:
         module = sys.modules.get(name)
-        if name.partition(".")[0] in _WITHOUT - {"__main__"} or not isinstance(module, types.ModuleType):
+        if name.partition(".")[0] in WITHOUT - {"__main__"} or not isinstance(module, types.ModuleType):
             return
         own = list(vars(module).values())
         own += [item for kind in own if isinstance(kind, type) for item in _of_class(kind, name)]
@@ -99,7 +99,7 @@ def _reached(modules: Iterable[nn.Module]) -> list[Any]:
     children = [child for module in modules for child in module.modules()]
     values = [value for child in children for value in vars(child).values() if callable(value)]
     for kind in {kind for child in children for kind in type(child).__mro__}:
-        if kind.__module__.partition(".")[0] not in _WITHOUT:
+        if kind.__module__.partition(".")[0] not in WITHOUT:
             values += _of_class(kind, kind.__module__)
     return list({id(cache): cache for cache in [*_imported.caches(), *_among(values)]}.values())
 

@@ -21,6 +21,7 @@ from meshwright import errors
 from meshwright._torch_texts import says_not_yet
 from meshwright.comm.shm.build import loaded_extension
 from meshwright.errors import ApplyError, LostPeerError, MeshwrightError, RankNote, UserCodeError
+from meshwright.mesh import MeshSpec
 from meshwright.ranks.error_transfer import describe_error
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class Calls:
         self._num_asked = 0
         self.num_models = 0
         """Models that plans were applied to, as far as the ranks have compared notes [count]."""
-        self.num_apart = 0
-        """Plans that have given ranks of dp generators of their own, the same number on every rank [count]."""
+        self.meshes: list[MeshSpec] = []
+        """Meshes of the plans that have given ranks of dp generators of their own, the same on every rank."""
         self.has_given_up = False
         """Whether an exchange has ended in an error here, or was left behind: the groups are of no use any more."""
         self.hears_of_failure: Callable[[], bool] = lambda: False

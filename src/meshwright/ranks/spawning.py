@@ -113,6 +113,8 @@ class TemplateProcess:
         self._send({"release": id(rank)}, [])
 
     def _send(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        if self._socket.fileno() < 0:
+            return  # the interpreter ends, and has dismissed the template before its ranks
         # The template may have been stopped or killed, which `hear` reports.
         self._socket.settimeout(_SEND_PATIENCE_S)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -98,7 +98,8 @@ def build_module(
         )
     _refuse_wrapped(module)
     share = plan.mesh.coordinate(world.rank).dp if plan.mode == "ranks" else 0
-    world.calls.num_apart += plan.mode == "ranks" and plan.dp > 1
+    if plan.mode == "ranks" and plan.dp > 1:
+        world.calls.meshes.append(plan.mesh)
     if share > 0:
         torch.manual_seed((seed + 0x9E3779B97F4A7C15 * share) % 2**63)
     return module

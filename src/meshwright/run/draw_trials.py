@@ -34,6 +34,7 @@ from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
 from meshwright.run.draw_orders import few, orders, turned
+from meshwright.run.losses.drawn import Tried, losses_of
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, join_samples
 from meshwright.trees import tensors_in
 
@@ -162,6 +163,7 @@ class DrawsFound:
     """Draws of each module during each call."""
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
     """The outputs of the whole, with draws by place."""
+    losses: Tried = None
 
 
 class DrawTrials:
@@ -313,7 +315,9 @@ class DrawTrials:
         found.outputs = whole[0].outputs
         if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not _is_mean(whole[0], pieces):
             return False
-        return are_parts(whole[0], pieces)
+        is_proven = are_parts(whole[0], pieces)
+        found.losses = losses_of(whole[0], pieces) if is_proven else None
+        return is_proven
 
 
 def _note_loops(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> dict[str, int]:

@@ -105,8 +105,8 @@ class GlobalDraws:
         self._sharers = list(sharers)
         self._found: DrawsFound | None = None
         self._told: dict[str, None] = {}
-        self._num_shared = 0
-        self._has_shared = False
+        self._num_shared, self._has_shared = 0, False
+        self.losses: list[Any] = []
         self._python: bool | None = None
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
@@ -350,11 +350,12 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
-            beside = [found.uses_own, found.is_unseen, found.unclear, found.loose[:1]]
+            beside = [found.losses, found.uses_own, found.is_unseen, found.unclear, found.loose[:1]]
             own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
         told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
+        self.losses = [row[6].pop(0) for row in rows]
         self.has_draws = any(row[0] for row in rows) or not rows
         merged: dict[Call, SiteDims | None] = {}
         for row in rows:
@@ -373,10 +374,9 @@ class GlobalDraws:
         self._python_apart = any(row[5] for row in rows)
         if self._python_apart:
             self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")
-        if any(row[4] for row in rows):
-            self.leave_to_torch("a forward seeds torch's generator by itself")
-        if not rows:
-            self.leave_to_torch("the first batch could not be tried in parts, so that sample dims are unknown")
+        if any(row[4] for row in rows) or not rows:
+            untried = "the first batch could not be tried in parts, so that sample dims are unknown"
+            self.leave_to_torch("a forward seeds torch's generator by itself" if rows else untried)
 
     def _tell_beside(self, found: Sequence[Sequence[Any]]) -> None:
         """Tell what draws by no place, and what could not be tried: of each rank with samples."""

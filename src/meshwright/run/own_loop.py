@@ -137,6 +137,7 @@ class OwnLoop:
         before = graph_of([t for t in tensors_in((args, kwargs)) if t.requires_grad])
         with self.stepper.casts.in_forward():
             outputs = engine.own_forward(args, kwargs)
+        self.stepper.sentinels.end_draws()  # another model's forward may come before the optimizer's step
         mark = ForwardMark(weakref.ref(self), self.num_updates, engine.streams(), before, draws)
         mark_outputs(outputs, mark)
         return outputs
@@ -330,6 +331,7 @@ class OwnLoop:
             stepper.sentinels.begin_step()
             agreement = self._agree(None, moved=engine.buffers_changed(), steps=True)
             agreement.wait()
+            stepper.sentinels.end_draws()  # before the optimizer's own stream begins, which leaves the generator as it is now
             stepper.stop_requested = agreement.wants_stop
             if stepper.draws is not None:
                 stepper.draws.share_reasons(is_wanted=agreement.has_news)

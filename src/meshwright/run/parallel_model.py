@@ -27,6 +27,7 @@ from meshwright.run.checkpoints.background import BackgroundSave, close, let_go,
 from meshwright.run.gate import without_backward
 from meshwright.run.losses.loss import Loss
 from meshwright.run.own_loop import OwnLoop
+from meshwright.run.put_back import versioned, with_versions
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
@@ -195,10 +196,10 @@ class ParallelModel:
         Args:
             batch: This rank's share, or None; as for `step`.
         """
-        with self.engine.switch.plain(), self.told("evaluate"), self.stepper.casts.taken_in():
+        with self.engine.switch.plain(), self.told("evaluate"), self.stepper.casts.taken_in(), with_versions():
             self._number_draws(evaluates=True)
             self.stepper.sentinels.refuse_apart(self.stepper.refuse_early_change, in_turn=True)
-            return self.stepper.evaluate(batch)
+            return self.stepper.evaluate(versioned(batch))
 
     def _number_draws(self, *, evaluates: bool) -> None:
         draws = self.stepper.draws
@@ -218,7 +219,8 @@ class ParallelModel:
         given = (*self.parameters(), *tensors_in((args, kwargs)))  # a frozen model may lead to one that is trained
         is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         engine = self.engine
-        with engine.switch.plain(), self.told("forward"), self.stepper.casts.taken_in():
+        with engine.switch.plain(), self.told("forward"), self.stepper.casts.taken_in(), with_versions():
+            args, kwargs = versioned((args, kwargs))
             has_ranks = self._own_loop.has_ranks
             if is_trained and engine.takes_own_loops and (has_ranks or self.stepper.draws is not None):
                 return self._own_loop.forward(args, kwargs)

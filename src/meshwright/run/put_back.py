@@ -1,15 +1,18 @@
-"""Modes, buffers and random states restored after a step or a look at the model."""
+"""Modes, buffers and random states of a step or a look at the model, set for it and restored after it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.run.diagnose import RandomState
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
@@ -37,6 +40,21 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for child, mode in modes:
             child.training = mode
+
+
+@contextlib.contextmanager
+def with_versions() -> Iterator[None]:
+    """Leave `torch.inference_mode` inside the context, without gradients: its tensors have no versions, which show writes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def versioned(tree: Any) -> Any:
+    """Return arguments in which tensors of inference mode are copies that have versions."""
+    return map_tensors(tree, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
 class Snapshot:

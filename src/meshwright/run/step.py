@@ -33,6 +33,7 @@ from meshwright.run.diagnose import diagnose, unchanged_draws
 from meshwright.run.draws_of_work import DrawsOfWork
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
+from meshwright.run.losses.drawn import learn_draws
 from meshwright.run.losses.loss import Loss, LossRule, LossTerm
 from meshwright.run.losses.settle import ModelWatch, enough_samples, settle_loss
 from meshwright.run.losses.terms import LossTerms
@@ -89,8 +90,7 @@ class Stepper:
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
         self._terms = LossTerms(engine, rule, autocast, splitter)
-        self.casts = self._terms.casts
-        self._watch_loss = self._terms.watch
+        self.casts, self._watch_loss = self._terms.casts, self._terms.watch
         self._watch_model = ModelWatch(rule, engine, splitter)
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
@@ -245,7 +245,7 @@ class Stepper:
         num_parts = None if self.micro_batch_size else self.micro_batches
         self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, micro_batches=num_parts)
         if self.draws is not None and not self.draws.is_known:
-            self.draws.learn(enough_samples(parts, self.splitter), self.splitter, self._try_term)
+            learn_draws(self.draws, self.rule, enough_samples(parts, self.splitter), self.splitter, self._try_term)
 
     def is_now_prepared(self) -> None:
         """Take note that the strategy has looked at a first batch."""
@@ -255,11 +255,13 @@ class Stepper:
 
     def _watch(self) -> None:
         engine = self.engine
-        follows_calls = engine.holds_parts or engine.copies > 1
-        self._guard = ModelGuard(engine.module, fixes_memory=engine.fixes_memory, follows_calls=follows_calls)
+        accumulates = self.micro_batches > 1 or self.micro_batch_size is not None
+        cuts = accumulates or engine.group.size * engine.num_replicas > 1
+        facts = {"fixes_memory": engine.fixes_memory, "cuts_batch": cuts}
+        self._guard = ModelGuard(engine.module, follows_calls=engine.holds_parts or engine.copies > 1, **facts)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
         engine.guard_parts()
-        self._hooks = GradientHooks.of(engine, accumulates=self.micro_batches > 1 or self.micro_batch_size is not None)
+        self._hooks = GradientHooks.of(engine, accumulates=accumulates)
 
     def _micro_batches(self, batch: Any) -> list[Any]:
         num_samples = self.splitter.count(batch)

@@ -29,6 +29,34 @@ FAULTY_STEP = 2
 """Before which step it comes."""
 
 
+class Adder(nn.Module):
+    """Adds what it computes to a tensor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total.add_(self.layer(x))
+        return x
+
+
+class Adders(nn.Module):
+    """Layers that write into one tensor, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adder() for _ in range(4))
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x, total)
+        return self.head(total)
+
+
 class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -289,6 +317,54 @@ def train_beside_shares() -> dict[str, Any]:
             masks.append(float(torch.rand(())))
             shared.step(mw.split_batch(language(8, number), shared))
     return {"losses": found, "masks": masks, "messages": messages}
+
+
+def own_loop_beside_shares() -> list[float]:
+    """Run forwards of a tp=2 and a dp=2 model with torch's dropout in turns; return what each rank's share would have drawn."""
+    masks: list[float] = []
+    build = functools.partial(build_net, 0.3)
+    options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "rng": "torch"}
+    with mw.apply_plan(build, "tp=2", **options) as cut, mw.apply_plan(build, "dp=2", **options) as shared:
+        for number in range(2):
+            batch = mw.split_batch(language(8, number), cut)
+            outputs = cut(batch[0])
+            masks.append(float(torch.rand(())))  # as a forward under dp=2 would
+            shared(mw.split_batch(language(8, number), shared)[0])
+            cut.backward(losses.cross_entropy(outputs, batch))
+            masks.append(float(torch.rand(())))
+            cut.optimizer.step()
+            cut.zero_grad()
+    return masks
+
+
+def train_two_on_drawn_inputs() -> list[Any]:
+    """Train two models of one mix in turns on inputs that the script draws, after one rank has drawn a number more."""
+    plan, build = "dp=2,tp=2", functools.partial(build_net, 0.3)
+    drawn: list[Any] = []
+    options: dict[str, Any] = {"optimizer": SGD, "loss_fn": losses.cross_entropy, "rng": "torch"}
+    with mw.apply_plan(build, plan, **options) as one, mw.apply_plan(build, plan, **options) as other:
+        if rank() == 1:
+            torch.rand(1)
+        one.step(mw.split_batch(language(8, 0), one))
+        for model in (other, one, other):
+            ids = torch.randint(VOCABULARY, (4, 6))
+            drawn.append(ids.tolist())
+            model.step((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+    return drawn
+
+
+def evaluate_in_inference_mode(plan: str) -> list[float]:
+    """Return the losses of a batch by `evaluate` and by `model(...)`, outside of inference mode and in it."""
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found: list[float] = []
+    with mw.apply_plan(Adders, plan, optimizer=SGD, loss_fn=losses.square) as model:
+        model.step(mw.split_batch((x, x[:, :3]), model))
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                batch = (x * 2, x[:, :3] * 2)
+                found.append(model.evaluate(mw.split_batch(batch, model))["loss"])
+                found.append(float(model(batch[0]).square().sum()))
+    return found
 
 
 def train_with_evaluation(plan: str, evaluates: bool) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -122,3 +123,63 @@ def test_a_closures_variable_and_an_objects_attributes_are_kept() -> None:
 @pytest.mark.parametrize(("kind", "draws"), [(Drawing, True), (Caching, False), (nn.Dropout, False)])
 def test_code_that_may_draw_from_pythons_generator_is_known(kind: type[nn.Module], draws: bool) -> None:
     assert Outside(kind()).draws == draws
+
+
+class Registry:
+    """Has no code of its own: a forward elsewhere counts in it."""
+
+    calls = 0
+
+
+def ticks() -> int:
+    """Count in an attribute of its own, which the first call makes."""
+    ticks.count = getattr(ticks, "count", 0) + 1  # pyright: ignore[reportFunctionMemberAccess]
+    return ticks.count  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class Counted:
+    """A base whose method makes an attribute of the class that it runs for."""
+
+    def tick(self) -> int:
+        kind: Any = type(self)
+        kind.number = getattr(kind, "number", 0) + 1
+        return kind.number
+
+
+class Counting(Counted, nn.Module):
+    """Counts its calls in four places, three of which are not there before the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_module: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def forward(self, x: Tensor) -> Tensor:
+        Registry.calls += 1
+        self.by_module[self] = self.by_module.get(self, 0) + 1
+        return x * (self.tick() + ticks() + Registry.calls + self.by_module[self])
+
+
+def test_counters_that_the_first_call_makes_are_put_back() -> None:
+    """A trial under every plan, `single` too, left them at 1, and each step of training was one call ahead."""
+    module, x = Counting(), torch.ones(1)
+    outside = Outside(module)
+    for calls in (1, 2, 3):
+        moment = outside.take()
+        assert module(x).item() == 4 * calls
+        moment.restore()
+        assert module(x).item() == 4 * calls
+
+
+class Tallied(nn.Module):
+    """Keeps nothing outside of itself before its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind: Any = type(self)
+        kind.seen = getattr(kind, "seen", 0) + 1
+        return x * kind.seen
+
+
+def test_code_that_makes_class_attributes_is_not_taken_for_code_without_state() -> None:
+    """Recompute watched no such layer, and its repetition counted once more."""
+    assert not Outside(Tallied()).is_empty
+    assert Outside(nn.Dropout()).is_empty

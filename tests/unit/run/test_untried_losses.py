@@ -61,6 +61,15 @@ def _turned(outputs: Tensor, batch: Any) -> Tensor:
     return (outputs.transpose(0, 1) - batch[1]).square().mean()
 
 
+def _part_total(outputs: Tensor, batch: Any) -> Tensor:
+    """A mean of squares and a sum of something else, as in a VAE that sums one of its two terms."""
+    return (outputs - batch[1]).square().mean() + 0.1 * outputs.square().sum()
+
+
+def _weighed(outputs: Tensor, batch: Any) -> mw.Loss:
+    return mw.Loss((outputs - batch[1]).square().sum(), len(outputs))
+
+
 def _build(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
@@ -91,3 +100,20 @@ def test_a_sparse_buffer_is_refused_by_name(line: str) -> None:
     with pytest.raises(mw.ApplyError, match="'adjacency' is a sparse tensor") as refused:
         _losses(Sparse, line, _mean)
     assert "to_dense" in str(refused.value)
+
+
+def test_one_summed_term_of_a_model_that_always_draws_is_refused() -> None:
+    """It trained with half of that term's gradient, and the reasons said that nothing could be tried."""
+    with pytest.raises(mw.ApplyError, match="not a mean over samples: with the same random numbers") as refused:
+        _losses(Drawing, "micro_batches=2", _part_total)
+    assert "meshwright.Loss(sum, weight)" in str(refused.value)
+
+
+@pytest.mark.parametrize("loss", [_mean, _weighed])
+def test_a_loss_that_parts_with_the_same_numbers_give_is_not_called_untried(loss: Any) -> None:
+    inputs, targets = torch.randn(2, SAMPLES, WIDTH, dtype=torch.float64)
+    build = functools.partial(_build, Drawing)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(build, "micro_batches=2", loss_fn=loss, optimizer=sgd) as model:
+        model.step((inputs, targets))
+        assert not any("could not be tried" in reason for reason in model.plan.reasons)

@@ -19,6 +19,7 @@ requests         units needed beyond the order, agreed on per phase
 lookup_hooks     callbacks for the lookup of a parameter
 held             facts about sharded parameters between steps
 optimizer        check of optimizers for work on pieces, and handover of the pieces
+piece_groups     groups of an optimizer over pieces that a script has changed
 expected_bytes   expected bytes of a step
 
 To add another way of summing gradients, touch `comm/compression`.

@@ -22,6 +22,7 @@ from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.gathering import Gathering
 from meshwright.apply.data.held import held_parts, held_state, raise_recast
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
+from meshwright.apply.data.piece_groups import PieceGroups
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit_parameters import cut_into_units
 from meshwright.apply.forecast import Forecast
@@ -62,6 +63,7 @@ class ShardedEngine(DataParallelEngine):
         self._gathering: Gathering | None = None
         self._keep_whole = False
         self._hooks: list[Any] = []
+        self._groups = PieceGroups(sharding.zero)
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Cut the parameters into units that suit the optimizer, and replace its parameters by this rank's pieces.
@@ -78,6 +80,7 @@ class ShardedEngine(DataParallelEngine):
             hand_over_pieces(optimizer, self._held_pieces(), self.units)
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_load_state_dict_post_hook(refuse_other_state))
+        self._groups.note(optimizer)
 
     def _held_pieces(self) -> dict[int, list[nn.Parameter]]:
         held: dict[int, list[nn.Parameter]] = {id(p): [] for unit in self.units for p in unit.parameters}
@@ -119,22 +122,7 @@ class ShardedEngine(DataParallelEngine):
                 f"zero={self.sharding.zero} has already cut them, as the first groups allowed",
                 fix="give apply_plan an optimizer that has this group from the start",
             )
-        hand_over_pieces(optimizer, held)
-        own = {id(piece) for pieces in held.values() for piece in pieces} | {id(p) for p in self._sparse}
-        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if len({id(parameter) for parameter in params}) < len(params):
-            return ApplyError(
-                f"a group of {type(optimizer).__name__} was added with parameters that another group holds already",
-                fix="add each parameter once",
-            )
-        strange = [parameter for parameter in params if id(parameter) not in own]
-        if not strange:
-            return None
-        return ApplyError(
-            f"{len(strange)} parameters of {type(optimizer).__name__}, one of shape {tuple(strange[0].shape)} for example, are "
-            f"not of this model, and zero={self.sharding.zero} sums no gradients for them",
-            fix="add parameters that model.parameters() has",
-        )
+        return self._groups.accept(optimizer, held, self._sparse)
 
     def _make_units(self, *, keep_whole: bool) -> None:
         self.units, self._owners = cut_into_units(

@@ -7,6 +7,8 @@ buffers          buffers by name
 hook_tables      hooks of modules
 settling         what a first forward builds once
 outside          globals, closures, class attributes and objects
+elsewhere        their values at a moment
+grown            attributes that classes and functions get meanwhile
 libraries        packages whose code is not searched
 generators       random generators made by user code
 arrays           memory outside of torch that code may write into

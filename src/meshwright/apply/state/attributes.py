@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ _CONTAINERS = (list, collections.deque, set, dict)
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), type, types.FunctionType, types.MethodType, nn.Module)
 _WITH_OPTIONS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOT_STATE = frozenset({"torch", "meshwright", "numpy"}) | sys.stdlib_module_names
-_RECORDS = (types.SimpleNamespace, argparse.Namespace)
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 """Classes of the standard library whose objects hold what a script puts there."""
 
 

@@ -6,33 +6,26 @@ use, the cells of their closures, and the contents of both. Libraries are not se
 
 from __future__ import annotations
 
-import collections
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshwright.apply.state.attributes import OF_TORCH, may_change, read_parts, write_parts
-from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
+from meshwright.apply.state.attributes import OF_TORCH, may_change
+from meshwright.apply.state.elsewhere import Elsewhere, value_in
 from meshwright.apply.state.generators import draws_globally, is_generator, read_generator
+from meshwright.apply.state.grown import Grown, makes_attributes
 from meshwright.apply.state.libraries import Home
 from meshwright.apply.state.slots import read_slots
-from meshwright.trees import write_back
 
 __all__: list[str] = []
 
 _NUMBERS = frozenset({int, float, bool, str, complex})
 _MAX_FUNCTIONS = 3000
 """Functions that are followed; more are those of a library that is not known by name [count]."""
-_DEPTH = 4  # depth of nested containers and objects
-_MAX_ENTRIES = 10_000
-"""Of a container that is copied; a larger one is data, not state [count]."""
-_MAX_BYTES = 2**22
-"""Of a tensor that is copied whether or not it is written to [bytes]."""
 
 
 class _OfClass:
@@ -79,6 +72,7 @@ class Outside:
         self._seen: set[int] = set()
         self._values: list[Any] = []
         self._functions: list[Any] = []  # kept alive, so that no other object gets a seen id
+        self._classes: list[type] = []
         self._others: list[nn.Module] = []
         self.home = Home(module, functions)
         """Which packages are the model's own."""
@@ -90,6 +84,9 @@ class Outside:
             self._look_at_module(child)
         for function in functions:
             self._look_at_callable(function)
+        self._own_functions = [own for own in self.functions if not self.home.is_foreign(own.__module__)]
+        self._names = {name for function in self._own_functions for name in names_of(function.__code__)}
+        self._find_class_attributes()
 
     @classmethod
     def of(cls, module: nn.Module) -> Outside:
@@ -115,18 +112,20 @@ class Outside:
             if id(base) in self._seen or base.__module__.partition(".")[0] in ("torch", "builtins", "meshwright"):
                 continue
             self._seen.add(id(base))
-            names: set[str] = set()
             for value in list(vars(base).values()):
                 inner = [value.fget, value.fset] if isinstance(value, property) else [value]
                 for function in [getattr(item, "__func__", item) for item in inner]:
                     if isinstance(function, types.FunctionType):
-                        names |= names_of(function.__code__)
                         self._look_at_callable(function)
             if not self.home.is_foreign(base.__module__):
-                attributes = _OfClass(base)
-                for name in names & vars(base).keys():
-                    if not isinstance(vars(base)[name], (types.FunctionType, property, classmethod, staticmethod)):
-                        self._slot(attributes, name, f"{base.__name__}.{name}", base)
+                self._classes.append(base)
+
+    def _find_class_attributes(self) -> None:
+        """Note the class attributes that code names, wherever it is; some are there only once it has run."""
+        for kind in self._classes:
+            for name in self._names & vars(kind).keys():
+                if not isinstance(vars(kind)[name], (types.FunctionType, property, classmethod, staticmethod)):
+                    self._slot(_OfClass(kind), name, f"{kind.__name__}.{name}", kind)
 
     def _look_at_callable(self, value: Any) -> None:
         if id(value) in self._seen or len(self._seen) > _MAX_FUNCTIONS:
@@ -217,7 +216,11 @@ class Outside:
     def take(self, *, with_attributes: bool = True) -> Elsewhere:
         """Record the present state; it includes the module's own attributes unless told otherwise."""
         module = None if self._module is None else self._module()
-        moment = Elsewhere()
+        self._find_class_attributes()
+        moment = Elsewhere(Grown(self._classes, self._names, self._own_functions))
+        for function in self._own_functions:
+            if function.__dict__:
+                moment.keep(function.__dict__, function.__qualname__)
         for key, (space, name, label) in self._slots.items():
             moment.add_slot(space, name, label, key)
         for value in self._values:
@@ -240,7 +243,7 @@ class Outside:
         held: list[tuple[str, Any]] = []
         for path, child in () if module is None else module.named_modules():
             held += [(f"{path or type(child).__name__}.{name}", value) for name, value in vars(child).items()]
-        held += [(label, _get(space, name)) for space, name, label in self._slots.values()]
+        held += [(label, value_in(space, name)) for space, name, label in self._slots.values()]
         held += [(type(value).__name__, value) for value in self._values]
         return [(label, read_generator(value)) for label, value in held if is_generator(value)]
 
@@ -251,11 +254,11 @@ class Outside:
 
     def variables(self) -> list[tuple[str, str, Any]]:
         """Return name, full name and value of each variable that the code looks up."""
-        return [(name, label, _get(space, name)) for space, name, label in self._slots.values()]
+        return [(name, label, value_in(space, name)) for space, name, label in self._slots.values()]
 
     def plain_values(self) -> list[Any]:
         """Return the numbers, flags and texts that the code reads in variables and in attributes of objects."""
-        values = [_get(space, name) for space, name, _ in self._slots.values()]
+        values = [value_in(space, name) for space, name, _ in self._slots.values()]
         for value in self._values:
             values += [*getattr(value, "__dict__", {}).values(), *read_slots(value).values()]
         for child in self._others:
@@ -265,7 +268,9 @@ class Outside:
     @property
     def is_empty(self) -> bool:
         """Whether the code reaches nothing that it could change, other than attributes of its module."""
-        return not (self._slots or self._values or self._others)
+        if self._slots or self._values or self._others:
+            return False
+        return not any(makes_attributes(function.__code__) for function in self._own_functions)
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Outside]] = weakref.WeakKeyDictionary()
@@ -282,117 +287,3 @@ def names_of(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= names_of(constant)
     return names
-
-
-class Elsewhere:
-    """Values at one moment, which can be restored."""
-
-    def __init__(self) -> None:
-        self._slots: list[tuple[Any, str, str, Any, tuple[int, str]]] = []
-        self._tensors: list[tuple[Tensor, int, Tensor | None]] = []
-        self._inside: list[tuple[Any, Any, str]] = []
-        self._seen: set[int] = set()
-
-    def add_slot(self, space: Any, name: str, label: str, key: tuple[int, str]) -> None:
-        """Record a variable and its contents, if it has been assigned."""
-        value = _get(space, name)
-        if value is None and name not in space:
-            return
-        if isinstance(value, COPIED_ITERATORS):
-            value = copied(value)  # an iterator cannot be rewound: a copy at the same position replaces it
-        self._slots.append((space, name, label, value, key))
-        self.keep(value, label)
-
-    def keep(self, value: Any, label: str, depth: int = _DEPTH) -> None:
-        """Record the contents of a value."""
-        if not depth or id(value) in self._seen or not may_change(value):
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            is_plain = (
-                type(value) is Tensor
-                and value.layout == torch.strided
-                and value.nbytes <= _MAX_BYTES
-                and not value.is_meta
-            )
-            held = value.detach().clone() if is_plain else None
-            self._tensors.append((value, value._version, held))
-            return
-        if isinstance(value, tuple):
-            parts: Any = value
-        else:
-            if isinstance(value, (list, dict, set, collections.deque)) and len(value) > _MAX_ENTRIES:
-                return
-            parts = _with_copies(read_parts(value))
-            self._inside.append((value, parts, label))
-        for item in _items(parts):
-            self.keep(item, label, depth - 1)
-
-    def restore(self) -> None:
-        """Restore everything."""
-        for space, name, _, value, _ in self._slots:
-            if _get(space, name) is not value:
-                # Another copy, since this may be restored again.
-                space[name] = copied(value) if isinstance(value, COPIED_ITERATORS) else value
-        for value, parts, _ in self._inside:
-            if not _is_same(read_parts(value), parts):
-                write_parts(value, parts)
-        for tensor, version, held in self._tensors:
-            if tensor._version != version and held is not None:
-                write_back(tensor, held, version)
-
-    def changed(self) -> dict[Any, str]:
-        """Return the changes: keys for `reaches`, with names. A dict that has only grown is a cache, and not a change."""
-        found: dict[Any, str] = {}
-        for space, name, label, value, key in self._slots:
-            if _get(space, name) is not value and not isinstance(value, COPIED_ITERATORS):
-                found[key] = label
-        for value, then, label in self._inside:
-            now = read_parts(value)
-            has_grown = isinstance(now, dict) and all(name in now and _is_alike(now[name], then[name]) for name in then)
-            if not (has_grown or _is_same(now, then)):
-                found[id(value)] = label
-        for tensor, version, _ in self._tensors:
-            if tensor._version != version:
-                found[id(tensor)] = f"a tensor of shape {list(tensor.shape)}"
-        return found
-
-    def reaches(self, changes: Mapping[Any, str]) -> list[str]:
-        """Return the names of another record's changes (`changed`) that this record holds too."""
-        mine: set[Any] = {id(value) for value, _, _ in self._inside} | {id(tensor) for tensor, _, _ in self._tensors}
-        mine |= {key for *_, key in self._slots}
-        return [label for key, label in changes.items() if key in mine]
-
-
-def _get(space: Any, name: str) -> Any:
-    try:
-        return space[name]
-    except KeyError:
-        return None
-
-
-def _items(parts: Any) -> Iterator[Any]:
-    if isinstance(parts, dict):
-        yield from parts.values()
-    elif isinstance(parts, (list, tuple, set)):
-        yield from parts
-
-
-def _with_copies(parts: Any) -> Any:
-    """Return the parts of a value with iterators copied: one cannot be rewound, so a copy replaces it."""
-    if isinstance(parts, dict):
-        for name in [name for name, item in parts.items() if isinstance(item, COPIED_ITERATORS)]:
-            parts[name] = copied(parts[name])
-    return parts
-
-
-def _is_alike(now: Any, then: Any) -> bool:
-    return now is then or isinstance(then, COPIED_ITERATORS)
-
-
-def _is_same(now: Any, then: Any) -> bool:
-    if isinstance(now, dict) and isinstance(then, dict):
-        return now.keys() == then.keys() and all(now[key] is then[key] for key in now)
-    if isinstance(now, list) and isinstance(then, list):
-        return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
-    return bool(now == then)

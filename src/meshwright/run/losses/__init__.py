@@ -7,6 +7,7 @@ trials       trial forwards that show what a loss is a mean over
 trial_runs   trials run on one rank, or on all that a forward takes
 trial_watch  what one trial's code reads and ignores
 trial_writes parameters that trials have written to
+drawn        losses of models that draw whenever they run
 terms        a micro-batch's loss as a term of the step's
 watch        losses that are a mean no longer
 

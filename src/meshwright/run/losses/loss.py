@@ -82,6 +82,8 @@ class LossRule:
         """Whether the first batch has been tried."""
         self.refuses = True
         """Whether a loss that parts of the batch do not give is an error; else it is a reason."""
+        self.untried = ""
+        """The reason that says so where the batch is cut and nothing could be tried: the model draws in eval mode, too."""
         self.reasons: tuple[str, ...] = ()
         """What is to be known of the loss, for people."""
 

@@ -20,7 +20,7 @@ from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import own_generator_error, refusal_of
-from meshwright.run.losses.trials import Evidence, examine, join_samples, second_sample
+from meshwright.run.losses.trials import DRAWS, Evidence, examine, join_samples, second_sample
 from meshwright.run.losses.weights import Counted, Guard
 from meshwright.trees import move_to, tensors_in
 
@@ -81,6 +81,8 @@ def settle_loss(
     decision = _decide(seen, is_given=rule.is_given)
     if decision.error is not None and is_cut and rule.refuses:
         raise decision.error
+    always_draws = is_cut and bool(seen) and all(evidence.obstacle == DRAWS for _, evidence in seen)
+    rule.untried = decision.reasons[0] if always_draws else ""
     reasons = (*decision.reasons, *([str(decision.error)] if decision.error is not None else []))  # with its fix
     if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
         reasons = (*reasons, _BRANCHES)

@@ -123,7 +123,8 @@ class Evidence:
 RAISED = "it raised"
 """How the obstacle of a trial begins whose code has raised."""
 
-_DRAWS = "it draws random numbers"
+DRAWS = "it draws random numbers"
+"""The obstacle of a trial in which a generator has moved."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -182,7 +183,7 @@ def run_trial(
         if normalises:
             obstacle = "it normalises with statistics of the batch"
         elif trial.ahead is None and generators.have_moved():
-            obstacle = _DRAWS
+            obstacle = DRAWS
         elif buffer_versions(module) != versions:
             obstacle = "it writes into its buffers"
         return TrialOutcome(
@@ -302,12 +303,14 @@ def _try_whole(
     if whole.obstacle is not None:
         before, like = whole, TrialForward(share, True)
         whole = (yield [like])[0]
-        if before.obstacle == _DRAWS and (whole.obstacle or "").startswith(RAISED):
+        if before.obstacle == DRAWS and (whole.obstacle or "").startswith(RAISED):
             # A detector gives no terms of a loss in eval mode; what it draws may be a choice of one.
             like = TrialForward(share, False, ahead=0)
             again = yield [dataclasses.replace(like, ahead=1), like]
             if all(a.obstacle is None and _gap(a.value, [before.value], [1.0]) < _SAME for a in again):
                 whole = again[1]
+    if whole.obstacle == DRAWS and whole.weight is not None:
+        return whole, like, Evidence(is_sum=True)  # it says itself what it counts
     if whole.obstacle is not None or not math.isfinite(whole.value):
         return whole, like, Evidence(obstacle=whole.obstacle or f"it is {whole.value}")
     return whole, like, None

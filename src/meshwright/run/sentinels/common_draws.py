@@ -1,16 +1,19 @@
 """Generators of ranks that share layers or a batch, set to those of the first of them where they stand elsewhere.
 
-Where a plan of another model has given the ranks of its dp axis generators of their own, each rank gets its own back after each
-step: else those ranks would draw the same numbers for different samples.
+Where a later model's plan has given these ranks generators of their own, since they are different shares there, each rank gets
+its own back after each step: else those ranks would draw the same numbers for different samples. Ranks that are one share there,
+too, keep what all have drawn from, so that a script's own draws between steps stay alike.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from meshwright.apply.engine import Engine
+from meshwright.mesh import MeshSpec
 from meshwright.python_state import PythonState
 from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels.circles import Circle
@@ -35,11 +38,18 @@ class CommonDraws:
         self._sharing = sharing
         self._has_warned = False
         self._own: RandomState | None = None
-        self._num_apart = self._count_apart()
+        self._num_earlier = len(self._meshes())
 
-    def _count_apart(self) -> int:
+    def _meshes(self) -> Sequence[MeshSpec]:
         calls = self._engine.everyone.calls
-        return 0 if calls is None else calls.num_apart
+        return () if calls is None else calls.meshes
+
+    def _are_apart(self) -> bool:
+        """Whether a later model's plan has given these ranks different shares, and generators of their own with them."""
+        ranks = self._drawing.ranks
+        return any(
+            len({mesh.coordinate(rank).dp for rank in ranks}) > 1 for mesh in self._meshes()[self._num_earlier :]
+        )
 
     def draw_together(self, step: int) -> None:
         """Set torch's generators of ranks that share layers to those of the first of them; every rank calls it."""
@@ -49,7 +59,7 @@ class CommonDraws:
         own = torch.cat(parts)
         states = [part.cpu() for part in engine.everyone.all_gather(own.to(engine.device))]
         leader = states[leader_rank]
-        if self._count_apart() != self._num_apart:
+        if self._are_apart():
             self._own = state
         elif not self._has_warned and not torch.equal(leader, own):
             self._has_warned = True

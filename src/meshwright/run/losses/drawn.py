@@ -1,0 +1,95 @@
+"""Losses of models that draw whenever they run, tried on parts that draw by place: with the same numbers as the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.apply.randomness.names import LOSS
+from meshwright.errors import ApplyError
+from meshwright.run.losses.loss import LossRule
+
+__all__: list[str] = []
+
+Tried = list[Any] | None
+"""The loss of a share, and (loss, samples) of each of its parts; None where that shows nothing."""
+
+_FINE = (torch.float64, torch.float32)
+_TOLERANCE = 1e-3
+
+
+class Drawn(Protocol):
+    """A trial of a batch with random numbers by place."""
+
+    loss: float
+    num_samples: int
+    outputs: list[Tensor]
+
+    @property
+    def notes(self) -> Mapping[Any, Any]:
+        """What it drew, by call: (module's name, number)."""
+        ...
+
+
+def losses_of(whole: Drawn, pieces: Sequence[Drawn]) -> Tried:
+    """Return the losses of a share and of its parts, whose outputs are those of the share.
+
+    None for a loss that draws by itself, is not finite, or comes from coarse numbers.
+    """
+    draws = any(name == LOSS for name, _ in whole.notes)
+    is_fine = all(tensor.dtype in _FINE for tensor in whole.outputs if tensor.is_floating_point())
+    if draws or not is_fine or not all(math.isfinite(one.loss) for one in (whole, *pieces)):
+        return None
+    return [whole.loss, [[piece.loss, piece.num_samples] for piece in pieces]]
+
+
+class LearnsDraws(Protocol):
+    """What finds the sample dims of draws; see `meshwright.run.global_draws`."""
+
+    losses: list[Tried]
+
+    def learn(self, share: Any, splitter: Any, term: Any) -> None:
+        """Find them by trials of a share; every rank calls it."""
+        ...
+
+
+def learn_draws(draws: LearnsDraws, rule: LossRule, share: Any, splitter: Any, term: Any) -> None:
+    """Find the sample dims of draws, and judge a loss that could not be tried without them; every rank calls it.
+
+    Raises:
+        ApplyError: On every rank: the loss is no mean over samples.
+    """
+    draws.learn(share, splitter, term)
+    judge_drawn_loss(rule, draws.losses)
+
+
+def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
+    """Refuse a loss that parts do not give, or take back that it could not be tried; with what all ranks have found.
+
+    Raises:
+        ApplyError: It is no mean over samples.
+    """
+    if not (rule.untried and rule.is_given and rule.refuses):
+        return
+    for whole, parts in [tried for tried in told if tried is not None]:
+        largest = max(abs(value) for value in (whole, *(loss for loss, _ in parts)))
+        mean = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
+        if abs(mean - whole) <= _TOLERANCE * largest:
+            continue
+        is_total = abs(sum(loss for loss, _ in parts) - whole) <= _TOLERANCE * largest
+        values = ", ".join(f"{loss:.6g}" for loss, _ in parts)
+        sizes = ", ".join(str(count) for _, count in parts)
+        kind = "a sum over samples, not their mean" if is_total else "not a mean over samples"
+        raise ApplyError(
+            f"what loss_fn returned is {kind}: with the same random numbers it is {whole:.6g} over all samples of the first "
+            f"batch, and {values} over parts of {sizes}, and this plan takes the batch part by part",
+            fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean"
+            if is_total
+            else "take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
+        )
+    if told and None not in told:
+        rule.reasons = tuple(reason for reason in rule.reasons if reason != rule.untried)
