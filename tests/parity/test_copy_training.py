@@ -13,7 +13,7 @@ from meshwright import testing
 
 CALLS = [
     ("dp=2", "data", "evaluate"),
-    ("dp=2", "copy", "state"),
+    ("dp=2", "copy", "evaluate"),
     ("dp=2", "data", "save"),
     ("dp=2", "copy", "step"),
     ("dp=2,zero=1", "data", "state"),

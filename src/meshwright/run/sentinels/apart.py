@@ -55,6 +55,8 @@ class ApartWatch:
             ApplyError: On every rank.
         """
         engine = self._engine
+        if is_whole and type(engine).whole_parameters is Engine.whole_parameters:
+            return  # nothing is gathered under such a plan, so that rank 0 may look at its whole copy alone
         if is_whole or not engine.is_prepared:
             groups: list[tuple[Communicator, Named]] = [(engine.everyone, list(engine.module.named_parameters()))]
         else:
