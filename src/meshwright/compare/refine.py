@@ -18,6 +18,7 @@ from meshwright.compare.rows import Trial
 from meshwright.compare.run_plans import run_trials
 from meshwright.errors import ConfigError
 from meshwright.hardware import ClusterSpec, load_cluster
+from meshwright.hardware.cluster import HOST_DEVICE
 from meshwright.plan.plan_table import list_plans
 from meshwright.plan.search.ranking import make_plans, predict_plan
 from meshwright.spec.plan import Plan
@@ -113,7 +114,7 @@ def _corrected(
 
 def _of_one_process(machine: ClusterSpec) -> list[Plan]:
     """Return what else uses the same cores: on a host whose devices are its cores, one process with all of them."""
-    return [Plan.parse("single")] if machine.num_devices > 1 and machine.device.name == "cpu" else []
+    return [Plan.parse("single")] if machine.num_devices > 1 and machine.device.name == HOST_DEVICE else []
 
 
 def _run_in_turns(config: TrainConfig, plans: Sequence[Plan], view: ProgressView) -> list[list[Trial]]:

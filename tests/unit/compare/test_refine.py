@@ -206,6 +206,22 @@ def test_plans_that_ran_are_ranked_by_what_they_took_whatever_is_predicted(monke
     assert "measured on" in lines[1]
 
 
+def test_one_process_that_was_the_fastest_is_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Described(MODEL, TRAIN, loaded_bytes=0)
+    monkeypatch.setattr(predictor, "describe_config", lambda _config, _autocast: known)
+    monkeypatch.setattr(predictor, "this_machine", lambda *_args, **_options: host())
+    ran = [("single", 0.1), ("dp=2", 0.2)]
+    kept = [measured.MeasuredPlan(mw.Plan.parse(line), step_s, "2026-11-27", 3) for line, step_s in ran]
+    measured.keep_measured(known, 2, kept)
+    config = load_config(CLASSIC, plan="auto", devices=2)
+    chosen, lines = choose(config, predictor.Predictor(config))
+    assert (str(chosen.plan), chosen.plan.num_ranks) == ("single", 1)
+    assert lines[:1] == ["plan auto: 'single'"]
+    # What stands behind "auto" still decides among them.
+    config = load_config(CLASSIC, plan="auto,dp=2", devices=2)
+    assert str(choose(config, predictor.Predictor(config))[0].plan) == "dp=2"
+
+
 def test_a_plan_that_failed_once_is_not_among_the_fastest() -> None:
     made, single = plans(), of_single(1.0)
     turns = [[trial_of(made[0], compute=1.0, exchange=1.0), single], [failed(made[0]), single]]
