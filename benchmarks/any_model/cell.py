@@ -79,15 +79,16 @@ def train_plainly(
         model = Build(recipe)()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         losses, gradients = [], []
-        draws = None if ranks * micro_batches > 1 or not draws_numbers(model, recipe) else PlainDraws(0, None)
+        draws = PlainDraws(0, None) if draws_numbers(model, recipe) else None
         for step in range(STEPS):
             optimizer.zero_grad()
-            total = 0.0
+            total, first = 0.0, 0
             for piece in pieces(recipes.make_batch(recipe, step), ranks, micro_batches):
                 piece = {name: value.flip(0) for name, value in piece.items()} if turned else piece
-                with contextlib.nullcontext() if draws is None else draws(step, model, piece):
+                with contextlib.nullcontext() if draws is None else draws(step, model, piece, first):
                     loss = _loss(model, recipe, piece) * (_count(piece) / recipes.SAMPLES)
                     loss.backward()
+                first += _count(piece)
                 total += float(loss.detach())
             losses.append(total)
             gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})

@@ -51,8 +51,8 @@ class PlainDraws:
         self._of: tuple[nn.Module, GlobalDraws] | None = None
 
     @contextlib.contextmanager
-    def __call__(self, step: int, model: nn.Module, batch: Any) -> Iterator[None]:
-        """Run forward and backward of a step on a whole global batch inside the context."""
+    def __call__(self, step: int, model: nn.Module, batch: Any, first: int = 0) -> Iterator[None]:
+        """Run forward and backward of a step inside the context: on a global batch, or the part of it from a sample on."""
         splitter = BatchSplitter()
         if self._of is None or self._of[0] is not model:
             alone: Any = _Alone()
@@ -60,7 +60,7 @@ class PlainDraws:
             self._of[1].learn(enough_samples([batch], splitter), splitter, self._term)
         draws = self._of[1]
         draws.step = step
-        with draws.running("step"), draws.forward("step", 0, splitter.count(batch)):
+        with draws.running("step"), draws.forward("step", first, splitter.count(batch)):
             yield
 
     def _term(self, outputs: Any, batch: Any) -> LossTerm:
