@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 from benchmarks.planner.gpus import gpu_of, half_peak
@@ -38,7 +39,7 @@ _LLAMAS = ("llama", "mixtral", "qwen", "mistral", "deepseek", "internlm", "gemma
 _TWO_WAYS = ("bert", "roberta", "vit", "t5")
 """Beginnings of architectures without a causal mask."""
 
-_ON_OMNI_PATH = ("omni-path", "opa", "jean zay")
+_ON_OMNI_PATH = re.compile(r"\b(omni-path|opa|jean zay)\b")
 
 _OMNI_PATH = 0.5
 """What NCCL reaches on Omni-Path over what it is expected to on InfiniBand: 40.5 of a port's 100 Gb/s over 0.8. Source:
@@ -62,7 +63,7 @@ def cluster_of(row: dict[str, Any]) -> ClusterSpec:
     in_host = min(hardware.get("nvlink_domain") or hardware.get("gpus_per_node") or 8, gpus)
     inside = hardware.get("intra_bw_GBps") or gpu.link_gb_per_s or (link.bytes_per_s / 1e9 if link else 32)
     between = hardware.get("inter_bw_GBps_per_gpu") or _usual_network(gpu.device)
-    if any(word in str(hardware.get("notes") or "").lower() for word in _ON_OMNI_PATH):
+    if _ON_OMNI_PATH.search(str(hardware.get("notes") or "").lower()):
         between *= _OMNI_PATH
     device = DeviceSpec(
         name=gpu.device,

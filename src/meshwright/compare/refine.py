@@ -93,10 +93,11 @@ def plan_config(
         if refine:
             plans = [*make_plans(known.model, machine, known.train, top=refine), *_of_one_process(machine)]
             turns = _run_in_turns(config, plans, view)
-            keep_measured(known, count, fastest_first(plans, turns))
+            ranked = fastest_first(plans, turns)
+            keep_measured(known, count, ranked)
             machine, aside = _corrected(machine, plans, turns)
-            note = _held(plans, turns, known, machine) + aside
-        ran = predictor.measured(known, count)
+            note = _held(plans, turns, known, machine) + _taken(ranked) + aside
+        ran = list(predictor.measured(known, count))
     return list_plans(known.model, machine, known.train, top=top, json_path=json_path, ran=ran) + note
 
 
@@ -236,7 +237,10 @@ def _held(plans: Sequence[Plan], turns: Sequence[Sequence[Trial]], known: Descri
             f"- '{plan}': {format_seconds(plan.prediction.step_s)} predicted, {measured} measured, "
             f"{format_seconds(after.step_s)} after the correction"
         )
-    best = fastest_first(plans, turns)
-    if best:
-        lines.append(f"`--plan auto` takes '{best[0].plan}' for this training here, until it is refined again.")
     return "\n".join(lines)
+
+
+def _taken(ranked: Sequence[MeasuredPlan]) -> str:
+    if not ranked:
+        return ""
+    return f"\n`--plan auto` takes '{ranked[0].plan}' for this training here, until it is refined again."

@@ -337,9 +337,8 @@ class Trainer(transformers.Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         directory = Path(output_dir) / DIRECTORY
-        forget_others(
-            self.parallel, directory
-        )  # of an earlier Trainer, whose checkpoint transformers overwrites as well
+        # Of an earlier Trainer, whose checkpoint transformers overwrites as well.
+        forget_others(self.parallel, directory)
         saved = save_checkpoint(self.parallel, directory, step=self.state.global_step)
         if self.args.should_save:
             options = self.parallel.optimizer.param_groups

@@ -89,7 +89,7 @@ def _with_those_that_ran(plans: Sequence[Plan], ran: Sequence[Plan], *, top: int
         for plan in ran
     ]
     of_first = {str(plan) for plan in first}
-    return [*first, *(plan for plan in plans if str(plan) not in of_first)][: max(top, 1)]
+    return [*first, *(plan for plan in plans if str(plan) not in of_first)][:top]
 
 
 def _table(plans: Sequence[Plan], train: TrainSpec, measured: Mapping[str, float]) -> list[str]:

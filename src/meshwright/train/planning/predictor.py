@@ -135,12 +135,14 @@ class Predictor:
             return plan
         raise ConfigError("; ".join(refusals) or f"no plan has {', '.join(f'{k}={v}' for k, v in wanted.items())}")
 
-    def measured(self, known: Described, num_devices: int) -> list[tuple[Plan, float]]:
-        """Return plans that were run here for this training, the fastest first, each with its step [s]; nothing is measured."""
-        if is_named():
-            return []
-        ran = measured_plans(known, num_devices)
-        return [(self._with_reason(one, ran), one.step_s) for one in ran]
+    def measured(self, known: Described, num_devices: int) -> Iterator[tuple[Plan, float]]:
+        """Yield plans that were run here for this training, the fastest first, each with its step [s]; nothing is measured.
+
+        Each is predicted as it is asked for: what stages send takes a rehearsal.
+        """
+        ran = [] if is_named() else measured_plans(known, num_devices)
+        for one in ran:
+            yield self._with_reason(one, ran), one.step_s
 
     def _with_reason(self, one: MeasuredPlan, ran: Sequence[MeasuredPlan]) -> Plan:
         predicted = self.predict(one.plan, measure=False).prediction
