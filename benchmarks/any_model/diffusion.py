@@ -5,18 +5,13 @@ python -m benchmarks.any_model.diffusion --out benchmarks/any_model/others.jsonl
 
 from __future__ import annotations
 
-import argparse
+import functools
 import importlib
 import inspect
 import itertools
-import json
 import math
 import re
-import resource
-import signal
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 from benchmarks.any_model import float64
@@ -24,13 +19,13 @@ from benchmarks.any_model import float64
 float64.install()
 
 import torch  # noqa: E402
-from benchmarks.any_model import recipes  # noqa: E402
+from benchmarks.any_model import finder, recipes  # noqa: E402
 from torch import nn  # noqa: E402
 
 _NO_MODELS = re.compile(
     r"ControlNet|Adapter|Mixin|Config$|^Auto(Model|encoderTiny)$|backend|Backend|Multi|Conditioner|Bank"
 )
-_MOST_PARAMETERS, _LIMIT_S, _MOST_BYTES = 4_000_000, 25, 10 * 2**30
+_MOST_PARAMETERS = 4_000_000
 _WIDTH, _HEADS, _HEAD_DIM, _WORDS = 32, 4, 8, 7
 _CHANNELS = 4
 
@@ -189,40 +184,17 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:130]}"
 
 
-def _late(*_: Any) -> None:
-    raise TimeoutError(f"no model within {_LIMIT_S} s")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=1e6)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    signal.signal(signal.SIGALRM, _late)
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    arguments, rows = finder.begin(__doc__)
     diffusers = importlib.import_module("diffusers")
     diffusers.utils.logging.set_verbosity_error()
-    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     known = {row["type"] for row in rows}
-    end = time.monotonic() + 60 * arguments.minutes
-    for name in diffusers._import_structure["models"]:
-        if time.monotonic() > end:
-            break
-        if _NO_MODELS.search(name) or f"diffusers/{name}" in known:
-            continue
-        signal.alarm(_LIMIT_S)
-        try:
-            row = find(name)
-        except TimeoutError as error:
-            row = {"type": f"diffusers/{name}", "library": "diffusers", "problem": str(error)}
-        finally:
-            signal.alarm(0)
-        with arguments.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(name, row.get("seconds"), row.get("problem", ""), flush=True)
+    names = [
+        name
+        for name in diffusers._import_structure["models"]
+        if not _NO_MODELS.search(name) and f"diffusers/{name}" not in known
+    ]
+    finder.find_each("diffusers", ((name, functools.partial(find, name)) for name in names), arguments)
 
 
 if __name__ == "__main__":

@@ -5,23 +5,18 @@ python -m benchmarks.any_model.families --out benchmarks/any_model/others.jsonl
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
-import json
 import re
-import resource
-import signal
 import sys
 import textwrap
 import time
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.any_model import float64
@@ -29,7 +24,7 @@ from benchmarks.any_model import float64
 float64.install()
 
 import torch  # noqa: E402
-from benchmarks.any_model import recipes, vision  # noqa: E402
+from benchmarks.any_model import finder, recipes, vision  # noqa: E402
 from torch import nn  # noqa: E402
 
 _DEPTHS = re.compile(
@@ -58,8 +53,6 @@ _SMALL = (
 )
 _SIDES = (32, 64, 128, 224)
 _MOST_PARAMETERS = 6_000_000
-_LIMIT_S = 25
-_MOST_BYTES = 10 * 2**30
 
 
 def tiny(name: str, value: Any, side: int) -> Any:
@@ -245,42 +238,20 @@ def _facts(recipe: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": count, "seconds": round(time.perf_counter() - begin, 3), "mixes": mixes}
 
 
-def _late(*_: Any) -> None:
-    raise TimeoutError(f"no model within {_LIMIT_S} s")
+def _wanted(timm: Any, known: set[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the modules that have models and no row yet, each with its search."""
+    for module in sorted(timm.list_modules()):
+        all_names = timm.list_models(module=module)
+        names = [name for name in all_names if not name.startswith("test_")]
+        if names and not known & {module, *all_names}:
+            yield module, functools.partial(find, module, names)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=1e6)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    arguments, rows = finder.begin(__doc__)
     vision.load_if_there()
-    timm = importlib.import_module("timm")
-    signal.signal(signal.SIGALRM, _late)
-    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     known = {row["type"].removeprefix("timm/") for row in rows}
-    end = time.monotonic() + 60 * arguments.minutes
-    for module in sorted(timm.list_modules()):
-        names = [name for name in timm.list_models(module=module) if not name.startswith("test_")]
-        tests = set(timm.list_models(module=module)) - set(names)
-        if time.monotonic() > end:
-            break
-        if not names or known & {module, *names, *tests}:
-            continue
-        signal.alarm(_LIMIT_S)
-        try:
-            row = find(module, names)
-        except TimeoutError as error:
-            row = {"type": f"timm/{module}", "library": "timm", "problem": str(error)}
-        finally:
-            signal.alarm(0)
-        with arguments.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(module, row["type"], row.get("config"), row.get("seconds"), row.get("problem", ""), flush=True)
+    finder.find_each("timm", _wanted(importlib.import_module("timm"), known), arguments)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ import os
 import re
 import signal
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.any_model import configs, float64, proposals, recipes, vision
+from benchmarks.any_model import configs, finder, float64, proposals, recipes, vision
 
 float64.install()
 
@@ -186,10 +185,8 @@ def main() -> None:
     parser.add_argument("--again", type=Path, help="recipes, of which those that have a problem are sought again")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    finder.prepare()
     vision.load_if_there()
     import transformers
 

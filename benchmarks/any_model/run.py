@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from benchmarks.any_model import float64
 float64.install()
 
 import torch  # noqa: E402
-from benchmarks.any_model import cell, recipes  # noqa: E402
+from benchmarks.any_model import cell, finder, recipes  # noqa: E402
 from benchmarks.error_rows import without_folders  # noqa: E402
 
 from meshwright import testing  # noqa: E402
@@ -155,9 +154,7 @@ def _reference(recipe: dict[str, Any], shares: tuple[int, int], directory: Path)
 def work(arguments: argparse.Namespace) -> None:
     """Run the cells that have no row yet, in this process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    finder.prepare()
     signal.signal(signal.SIGALRM, _late)
     pool.preload("benchmarks.any_model.cell", "transformers", "transformers.modeling_utils", "torch._dynamo")
     pool._TIMEOUT_S = arguments.limit

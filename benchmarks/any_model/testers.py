@@ -19,7 +19,6 @@ import sys
 import time
 import types
 import unittest
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from benchmarks.any_model import float64
 float64.install()
 
 import torch  # noqa: E402
-from benchmarks.any_model import configs, probe, recipes, vision  # noqa: E402
+from benchmarks.any_model import configs, finder, probe, recipes, vision  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 _LITERAL = 300
@@ -242,10 +241,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=1e6)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    finder.prepare()
     vision.load_if_there()
     rows = [json.loads(line) for line in arguments.again.read_text().splitlines()]
     done = (

@@ -9,7 +9,6 @@ that a plan can stand in for: of one device, or of DDP on CPUs. Then all ranks r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run import run_all, run_in_turn
+from run import options, run_all, run_in_turn
 
 import meshwright as mw
 
@@ -150,14 +149,7 @@ def _planned(plan: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkout")
-    parser.add_argument("--plans", default="dp=2; dp=2,zero=3; tp=2")
-    parser.add_argument("--json", required=True)
-    parser.add_argument("--again", action="store_true", help="run again what has not passed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after so long")
-    parser.add_argument("--limit", type=float, default=30.0, help="how long a rank waits for another in a test [s]")
-    given = parser.parse_args()
+    given = options().parse_args()
     checkout = str(Path(given.checkout).resolve())
     path = Path(given.json)
     table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -261,16 +261,22 @@ def _read_outcomes(logs: Iterable[Path]) -> dict[str, tuple[str, str]]:
     return told
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
+    """Return the options of a run of another project's tests under plans."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkout")
     parser.add_argument("--plans", default="dp=2; dp=2,zero=3; tp=2")
-    parser.add_argument("--only", default="", help="tests whose name has this text")
-    parser.add_argument("--names", help="a file with the names of tests to run, one a line")
     parser.add_argument("--json", required=True)
     parser.add_argument("--again", action="store_true", help="run again what has not passed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after so long")
     parser.add_argument("--limit", type=float, default=30.0, help="how long a rank waits for another in a test [s]")
+    return parser
+
+
+def main() -> None:
+    parser = options()
+    parser.add_argument("--only", default="", help="tests whose name has this text")
+    parser.add_argument("--names", help="a file with the names of tests to run, one a line")
     given = parser.parse_args()
     checkout = str(Path(given.checkout).resolve())
     path = Path(given.json)
