@@ -72,7 +72,7 @@ def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the verdict of a cell from what its ranks report."""
     errors = [rank["error"] for rank in ranks if rank["error"] is not None]
     first = ranks[0]
-    shared = {name: first[name] for name in ("cut_of_blocks", "first_step_s", "reasons") if name in first}
+    shared = {name: first[name] for name in ("draws", "cut_of_blocks", "first_step_s", "reasons") if name in first}
     if "reasons" in shared:
         shared["reasons"] = list(map(without_folders, shared["reasons"]))
     if errors:
@@ -95,6 +95,7 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
     """Run one cell and return its row."""
     plan = Plan.parse(line)
     row = {"type": recipe["type"], "kind": recipe["kind"], "class": recipe["class"], "plan": name, "line": line}
+    row["dropout"] = 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0)
     begin = time.perf_counter()
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)

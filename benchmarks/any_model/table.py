@@ -28,8 +28,9 @@ def latest(path: Path) -> list[dict[str, Any]]:
 def by_plan(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line for each plan: counts of verdicts, what is cut, and times of first steps."""
     lines = [
-        f"| plan | cells | {' | '.join(VERDICTS)} | equal | at least 90 % of block parameters cut | first step under 10 s |",
-        "|" + "---|" * (len(VERDICTS) + 5),
+        f"| plan | cells | {' | '.join(VERDICTS)} | equal | equal and drawing "
+        "| at least 90 % of block parameters cut | first step under 10 s |",
+        "|" + "---|" * (len(VERDICTS) + 6),
     ]
     for name in dict.fromkeys(row["plan"] for row in rows):
         own = [row for row in rows if row["plan"] == name]
@@ -39,7 +40,9 @@ def by_plan(rows: list[dict[str, Any]]) -> list[str]:
         first = [row["first_step_s"] for row in own if "first_step_s" in row]
         quick = f"{sum(s < 10 for s in first) / len(first):.0%}, largest {max(first):.1f} s" if first else "-"
         numbers = " | ".join(str(counts[verdict]) for verdict in VERDICTS)
-        lines.append(f"| {name} | {len(own)} | {numbers} | {counts['equal'] / len(own):.1%} | {cut} | {quick} |")
+        drawing = sum(row.get("draws", False) and row["verdict"] == "equal" for row in own)
+        share = f"{counts['equal'] / len(own):.1%}"
+        lines.append(f"| {name} | {len(own)} | {numbers} | {share} | {drawing} | {cut} | {quick} |")
     return lines
 
 
