@@ -159,11 +159,12 @@ def _train(model: Any, recipe: dict[str, Any], expected: dict[str, Any], found: 
     digest = hashlib.sha1(usedforsecurity=False)
     worst: tuple[float, str] = (0.0, "")
     for step in range(STEPS):
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         recorder.gradients = {}
         result = model.step(mw.split_batch(recipes.make_batch(recipe, step), model))
         if step == 0:
             found["first_step_s"] = round(time.perf_counter() - begin, 3)
+            found["first_step_cpu_s"] = round(time.process_time() - begin_cpu, 3)
             _note_plan(model, found, expected["gradients"][0])
         right = expected["losses"][step]
         worst = max(worst, (_off(torch.tensor(result.loss), torch.tensor(right)), f"loss {step}"))

@@ -68,11 +68,15 @@ def _late(*_: Any) -> None:
     raise _LateError
 
 
+_SHARED = ("draws", "cut_of_blocks", "first_step_s", "first_step_cpu_s", "reasons")
+"""What a row takes from the first rank."""
+
+
 def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the verdict of a cell from what its ranks report."""
     errors = [rank["error"] for rank in ranks if rank["error"] is not None]
     first = ranks[0]
-    shared = {name: first[name] for name in ("draws", "cut_of_blocks", "first_step_s", "reasons") if name in first}
+    shared = {name: first[name] for name in _SHARED if name in first}
     if "reasons" in shared:
         shared["reasons"] = list(map(without_folders, shared["reasons"]))
     if errors:
