@@ -119,7 +119,8 @@ def _try_batch(module: Any, recipe: dict[str, Any]) -> dict[str, Any] | str:
 def _with_image_tokens(module: Any, recipe: dict[str, Any], text: str) -> list[dict[str, Any]]:
     """Return recipes with as many placeholders among the words as the message says there are features."""
     found = re.search(r"tokens: (?:tensor\()?(\d+)\)?, features:? (?:tensor\()?(\d+)", text)
-    token = getattr(module.config, "image_token_id", None) or getattr(module.config, "image_token_index", None)
+    config = getattr(module, "config", None)
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     if found is None or token is None or any(entry[1] == "image tokens" for entry in recipe["batch"]):
         return []
     features = int(found[2])

@@ -51,16 +51,28 @@ def heads_of(model_type: str) -> list[tuple[str, str]]:
 
 
 def build(recipe: dict[str, Any]) -> nn.Module:
-    """Build the model of a recipe, in float64 and without dropout, all its parameters moved off zero and one."""
+    """Build the model of a recipe, in float64 and with its rate of dropout, all its parameters moved off zero and one."""
     library, cls, fields = recipe["library"], recipe["class"], copy.deepcopy(recipe["config"])
     if library == "transformers":
         return build_hf(recipe)
+    return prepared(_build_other(library, cls, fields), _rate(recipe))
+
+
+def _build_other(library: str, cls: str, fields: dict[str, Any]) -> nn.Module:
     if library == "timm":
-        return prepared(importlib.import_module("benchmarks.any_model.families").build(cls, fields))
+        return importlib.import_module("benchmarks.any_model.families").build(cls, fields)
     if library == "torchvision":
-        return prepared(vision.build(cls, fields))
-    module = importlib.import_module("benchmarks.any_model.graphs" if library == "torch_geometric" else library)
-    return prepared(getattr(module, cls)(**fields))
+        return vision.build(cls, fields)
+    if library == "torch_geometric":
+        return getattr(importlib.import_module("benchmarks.any_model.graphs"), cls)(**fields)
+    if library == "named":
+        return importlib.import_module("benchmarks.any_model.named").build(cls, fields)
+    return getattr(importlib.import_module(library), cls)(**fields)
+
+
+def _rate(recipe: dict[str, Any]) -> float:
+    """Return the rate of dropout [fraction]: none where samples are mixed, since the plain loop takes shares there."""
+    return 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0)
 
 
 def build_hf(recipe: dict[str, Any]) -> nn.Module:
@@ -83,7 +95,7 @@ def build_hf(recipe: dict[str, Any]) -> nn.Module:
         model = Packed(model, *recipe["packed"])
     if "flattened" in recipe:
         model = Flattened(model, recipe["flattened"])
-    return prepared(model, 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0))
+    return prepared(model, _rate(recipe))
 
 
 class Packed(nn.Module):

@@ -92,7 +92,9 @@ def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     where = max(ranks, key=lambda rank: rank["largest"])["where"]
     is_equal = worst <= BOUND and len({rank["digest"] for rank in ranks}) == 1
     text = "" if is_equal else (where if worst > BOUND else "ranks differ by a bit")
-    return {"verdict": "equal" if is_equal else "wrong", "largest": worst, "text": text, **shared}
+    is_told = any(reason.startswith("rng: ") for reason in shared.get("reasons", ()))
+    kind = "equal" if is_equal else "told" if is_told else "wrong"
+    return {"verdict": kind, "largest": worst, "text": text, **shared}
 
 
 def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-VERDICTS = ("equal", "refused", "caught", "wrong", "hung", "crashed")
+VERDICTS = ("equal", "refused", "caught", "told", "wrong", "hung", "crashed")
 
 
 def latest(path: Path) -> list[dict[str, Any]]:
