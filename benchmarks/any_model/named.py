@@ -35,23 +35,25 @@ def build(path: str, fields: dict[str, Any]) -> nn.Module:
     return _made({"make": path, "with": fields})
 
 
-def _made(value: Any) -> Any:
+def _made(value: Any, sequence: type = tuple) -> Any:
     if isinstance(value, list):
-        return tuple(_made(item) for item in value)
+        return sequence(_made(item, sequence) for item in value)
     if not isinstance(value, dict):
         return value
     if "make" not in value:
-        return {key: _made(item) for key, item in value.items()}
+        return {key: _made(item, sequence) for key, item in value.items()}
     module, _, name = value["make"].partition(":")
     made: Any = importlib.import_module(module)
     for part in name.split("."):
         made = getattr(made, part)
-    return made(**_made(value["with"])) if "with" in value else made
+    # transformers' configurations take no tuples; small libraries ask for them.
+    fields = _made(value["with"], list if module == "transformers" else tuple)
+    return made(**fields)
 
 
 def find(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe of a model, or what stood in the way."""
-    row = {**entry, "kind": "named", "library": "named", "loss": "outputs"}
+    row = {"kind": "named", "library": "named", "loss": "outputs", **entry}
     try:
         torch.manual_seed(0)
         module = recipes.build(row)
