@@ -72,6 +72,7 @@ __all__ = [
     "set_worker_info",
     "storage_id",
     "unsafe_sparse",
+    "watch_collectives",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -356,6 +357,40 @@ def offer_monitored_barrier(backend: str) -> None:
 
     for module in (distributed_c10d, torch.distributed):
         vars(module)["monitored_barrier"] = monitored_barrier
+
+
+_COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *(
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "irecv",
+        "isend",
+    ),
+    *("recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
+)
+
+
+def watch_collectives(look: Callable[[str], None]) -> None:
+    """Have `torch.distributed`'s collectives call a function with their name first; once in a process."""
+
+    def watched(name: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(torchs)
+        def collective(*arguments: Any, **keywords: Any) -> Any:
+            look(name)
+            return torchs(*arguments, **keywords)
+
+        collective._meshwright_looks = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+        return collective
+
+    for name in _COLLECTIVES:
+        function = getattr(torch.distributed, name)
+        if not hasattr(function, "_meshwright_looks"):
+            vars(torch.distributed)[name] = watched(name, function)
 
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateImportUsage]

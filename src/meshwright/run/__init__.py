@@ -23,6 +23,7 @@ draw_trials     trials by which they are found
 draw_orders     orders of samples that they try
 draws_of_work   random numbers of one step
 gate            refusal of optimizer steps that nothing was exchanged for
+model_collectives  refusal of collectives that a model's own code calls
 arrivals        refusal of gradients that nothing would exchange
 own_draws       random numbers of forwards that an own loop calls
 own_loop        forward, backward and optimizer as calls of a user's own loop

@@ -37,6 +37,7 @@ from meshwright.run.building.pretrained import with_pretrained
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.loss import LossRule
+from meshwright.run.model_collectives import refuse_in_models
 from meshwright.run.own_loop import refuse_shared
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
@@ -114,6 +115,8 @@ def apply_plan(
     check_sentinels(sentinel_every, on_finding)
     refuse_unbuilt(plan)
     require_world(plan, world)
+    if world.world_size > 1:
+        refuse_in_models()
     chosen = choose_devices(plan, devices, world.device)
     if pretrained is not None:
         build_model = with_pretrained(build_model, pretrained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tests.parity.jobs.late_jobs import BLOCKS, Block, batch, build, mean, sgd
 from torch import Tensor, nn
 
@@ -96,6 +97,25 @@ def mixed_where_masked(plan: str) -> None:
     model.step(mw.split_batch(data, model))
     data["mask"] = torch.ones(6, 1, dtype=torch.float64)
     model.step(mw.split_batch(data, model))
+
+
+class Reducing(Block):
+    """A block that centres its input over the batches of all processes, as code does that knows of several."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized():
+            mean_of_all = x.detach().mean(0)
+            dist.all_reduce(mean_of_all)
+            x = x - mean_of_all / dist.get_world_size()
+        return super().forward(x)
+
+
+def reduced(plan: str) -> None:
+    """Take a step with a model whose code calls a collective, after a script has called one."""
+    BLOCKS["Reducing"] = Reducing
+    model = mw.apply_plan(build("Reducing"), plan, loss_fn=mean, optimizer=sgd)
+    dist.all_reduce(torch.ones(1))
+    model.step(mw.split_batch(batch(0), model))
 
 
 def scaled_later(plan: str) -> list[float]:

@@ -60,6 +60,19 @@ def _tensors(layer: Any, other: Any) -> bool:
     return x is None or type(x) is Tensor or type(x[0]) is int or layer is not other or type(layer) is None
 
 
+def _imported(layer: Any, other: Any) -> bool:
+    from collections import OrderedDict
+    from fractions import Fraction as Ratio
+
+    return type(other) is OrderedDict or type(other) is Ratio
+
+
+def _imported_block(layer: Any, _: Any) -> bool:
+    from torch.nn import Linear as Kind
+
+    return type(layer) is Kind
+
+
 def _names(layer: Any, other: Any) -> bool:
     kind = nn.Linear
     return type(layer).__name__ is other or other.shape is layer.shape or kind(in_features=1, out_features=1) is other
@@ -92,7 +105,8 @@ def _compared(_: Any, __: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "ask", [_by_type, _by_attribute, _turned, _two_layers, _by_variable, _of_torch, _by_argument, _inside]
+    "ask",
+    [_by_type, _by_attribute, _turned, _two_layers, _by_variable, _of_torch, _by_argument, _inside, _imported_block],
 )
 def test_identity_of_classes_is_found(ask: Any) -> None:
     with pytest.raises(
@@ -101,7 +115,7 @@ def test_identity_of_classes_is_found(ask: Any) -> None:
         refuse_class_identity(Asking(ask), [], mw.Plan(tp=2))
 
 
-@pytest.mark.parametrize("ask", [_equal, _tensors, _names, _compared])
+@pytest.mark.parametrize("ask", [_equal, _tensors, _names, _imported, _compared])
 def test_other_comparisons_are_not(ask: Any) -> None:
     refuse_class_identity(Asking(ask), [], mw.Plan(tp=2))
 

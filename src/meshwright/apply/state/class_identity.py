@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import builtins
 import dis
+import importlib.util
 import inspect
+import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -121,6 +123,7 @@ class _Values:
         self._names = {**vars(builtins), **function.__globals__}
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         self._cells = {name: _contents(cell) for name, cell in cells}
+        self._package = function.__globals__.get("__package__") or ""
 
     def top(self, count: int) -> list[Any]:
         """Return the uppermost values, the last one last."""
@@ -142,6 +145,10 @@ class _Values:
             self._stack += [_attribute(owner, argument)] + [_UNKNOWN] * effect
         elif name == "CALL":
             self._call(instruction.arg or 0)
+        elif name == "IMPORT_NAME":
+            self._import(argument)
+        elif name == "IMPORT_FROM":
+            self._stack.append(_attribute(self.top(1)[0], argument))
         else:
             self._stack = self._stack[: len(self._stack) + min(effect, 0)] + [_UNKNOWN] * max(effect, 0)
             if effect <= 0 and self._stack:
@@ -156,6 +163,16 @@ class _Values:
         else:
             value = (self._cells if name == "LOAD_DEREF" else self._names).get(argument, _UNKNOWN)
         self._stack += [_UNKNOWN] * (effect - 1) + [value]
+
+    def _import(self, name: str) -> None:
+        """Follow `from module import ...` inside of a function; a module that is not loaded yet stays unknown."""
+        chosen, level = self._taken(), self._taken()
+        whole = f"{'.' * level}{name}" if isinstance(level, int) else name
+        try:
+            module = sys.modules.get(importlib.util.resolve_name(whole, self._package)) if chosen else None
+        except (ImportError, ValueError):
+            module = None
+        self._stack.append(_UNKNOWN if module is None else module)
 
     def _call(self, num_arguments: int) -> None:
         called = self.top(num_arguments + 2)  # the callable, and its `self` or nothing

@@ -1,0 +1,57 @@
+"""Collectives that a model's own code calls: refused by name where a plan runs that code.
+
+A plan runs a model on parts of a batch, and some ranks run it alone: to try out the loss, to find what can be cut. A collective
+inside of it would wait for ranks that are elsewhere, or add what the plan adds as well. torch's own layers and optimizers are
+left alone (SyncBatchNorm), and so is all that a script calls outside of its model and its loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from meshwright._torch_private import watch_collectives
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+_ENGINE = ("meshwright.apply.", "meshwright.run.")
+_BUILDING = ("meshwright.run.assembly", "meshwright.run.building.")
+"""What runs a builder, which may load files on one rank and wait."""
+_IN_USERS_NAME = ("torch.distributed.nn", "torch.distributed._functional_collectives")
+"""Parts of torch that call a collective because a user has."""
+
+
+def refuse_in_models() -> None:
+    """Have collectives of torch.distributed refuse to be called by a model's or a loss's code while a plan runs it."""
+    watch_collectives(_refuse_inside)
+
+
+def _refuse_inside(name: str) -> None:
+    """Raise ApplyError where the caller of a collective is code that an engine runs.
+
+    Args:
+        name: The collective's.
+    """
+    frame: FrameType | None = sys._getframe(2)  # the caller of torch.distributed's function
+    while frame is not None and _module_of(frame).startswith(_IN_USERS_NAME):
+        frame = frame.f_back
+    caller = frame
+    if caller is None or _module_of(caller).startswith(("torch.", "meshwright.")):
+        return
+    while frame is not None and not _module_of(frame).startswith(_ENGINE):
+        if _module_of(frame).startswith("torch.optim"):
+            return  # an optimizer's rule, which all ranks run alike
+        frame = frame.f_back
+    if frame is None or _module_of(frame).startswith(_BUILDING):
+        return
+    raise ApplyError(
+        f"the model or its loss calls torch.distributed.{name} ({caller.f_code.co_filename}:{caller.f_lineno}) while a plan "
+        "runs it: ranks run that code on parts of a batch, and some of them alone",
+        fix="leave it out there, since a plan adds gradients and losses of all ranks by itself (a library that asks "
+        "torch.distributed.is_initialized() mostly has a flag for it); rows of all ranks come from mw.gather_batch(rows)",
+    )
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
