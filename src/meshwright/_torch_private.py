@@ -390,7 +390,7 @@ def watch_collectives(look: Callable[[str], None]) -> None:
     for name in _COLLECTIVES:
         function = getattr(torch.distributed, name)
         if not hasattr(function, "_meshwright_looks"):
-            vars(torch.distributed)[name] = watched(name, function)
+            setattr(torch.distributed, name, watched(name, function))
 
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateImportUsage]

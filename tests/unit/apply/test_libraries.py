@@ -66,3 +66,14 @@ def test_modules_that_import_one_another_are_searched_once(monkeypatch: pytest.M
     moment = Outside(Model()).take()
     Model()(torch.ones(1))
     assert set(moment.changed().values()) == {"other_of_two.value"}
+
+
+@pytest.mark.parametrize(
+    ("helper", "draws"), [("transformers.models.heard.masks", True), ("transformers.utils", False)]
+)
+def test_a_library_draws_for_its_models_in_code_beside_them(helper: str, draws: bool) -> None:
+    masks, model = types.ModuleType(helper), types.ModuleType("transformers.models.heard.modeling")
+    exec("import numpy as np\ndef mask(x):\n    return x * np.random.rand()", vars(masks))
+    vars(model).update(nn=nn, mask=vars(masks)["mask"])
+    exec("class Model(nn.Module):\n    def forward(self, x):\n        return mask(x)", vars(model))
+    assert Outside(vars(model)["Model"]()).draws is draws

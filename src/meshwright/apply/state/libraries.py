@@ -37,7 +37,15 @@ class Home:
         kinds = {type(child) for child in (() if module is None else module.modules())}
         plain = [getattr(function, "func", function) for function in functions]
         owners = [*kinds, *plain, *(type(function) for function in plain)]
+        self._beside = {_family(kind.__module__) for kind in kinds} - {"torch.nn"}
         self._packages = {str(getattr(owner, "__module__", None) or "").partition(".")[0] for owner in owners}
+
+    def has_beside(self, name: str | None) -> bool:
+        """Tell whether a module, by its name, is of the library and of the part of it that the model's classes are of.
+
+        Code there may draw for the model, such as transformers' masks of audio; its state is not searched for.
+        """
+        return name is not None and _family(name) in self._beside
 
     def is_foreign(self, name: str | None) -> bool:
         """Tell whether a module, by its name, is of a library."""
@@ -45,6 +53,10 @@ class Home:
             return name is not None
         package = name.partition(".")[0]
         return package not in self._packages and _is_installed(package)
+
+
+def _family(name: str) -> str:
+    return ".".join(name.split(".")[:2])
 
 
 @functools.cache

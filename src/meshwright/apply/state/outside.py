@@ -185,7 +185,9 @@ class Outside:
         elif draws_globally(value):
             self.draws = True
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
-            if not self.home.is_foreign(getattr(value, "__module__", None)):
+            owner = getattr(value, "__module__", None)
+            is_helper = isinstance(value, types.FunctionType) and self.home.has_beside(owner)
+            if is_helper or not self.home.is_foreign(owner):
                 self._look_at_callable(value)
         elif isinstance(value, nn.Module):
             self._look_at_object(value)
