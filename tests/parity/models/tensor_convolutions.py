@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 CLASSES = 5
 
@@ -33,12 +34,13 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Neck(nn.Module):
-    """A convolution in groups that stands alone, then two with norms over channels, as after a vision tower, in some blocks."""
+    """A convolution in groups, one of weight and size, then two with norms over channels, as after a vision tower, in some blocks."""
 
     def __init__(self, width: int = 6, hidden: int = 10) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.mix = nn.Conv2d(width, width, 3, padding=1, groups=3)
+        self.scaled = weight_norm(nn.Conv2d(width, width, 3, padding=1))
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 nn.Conv2d(width, hidden, 1),
@@ -54,6 +56,7 @@ class Neck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = x + self.mix(x).tanh()
+        x = x + self.scaled(x).sin()
         for block in self.blocks:
             x = x + block(x)
         return self.head(x.mean((2, 3)))

@@ -28,6 +28,13 @@ def name_below(outer: str, name: str) -> str:
     return name[len(outer) :].removeprefix(".")
 
 
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: what `torch.nn.utils.parametrize` makes its weight of is the layer's, too."""
+    owner = name.rpartition(".")[0]
+    layer, found, _ = owner.rpartition(".parametrizations.")
+    return layer if found else owner
+
+
 Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner", "channels"]
 """What a module of a region does at its edge, beside computing with its shards:
 
@@ -122,7 +129,7 @@ class Region(Value):
                 self.replace(
                     scope=name,
                     roles={name: role},
-                    cuts={path: cut for path, cut in self.cuts.items() if path.rpartition(".")[0] == name},
+                    cuts={path: cut for path, cut in self.cuts.items() if layer_of(path) == name},
                 ),
             )
             for name, role in self.roles.items()

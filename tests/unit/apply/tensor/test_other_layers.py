@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.tensor_layout import Cut, TensorLayout
@@ -66,6 +68,30 @@ def test_a_convolution_in_groups_that_stands_alone_is_cut_by_its_groups(groups: 
 def test_a_weight_that_is_standardised_first_is_cut_by_its_outputs() -> None:
     layout = _layout(Standardised(CHANNELS, CHANNELS, 3, padding=1))
     assert layout.cuts["mix.weight"][1] == Cut(dim=0, groups=(CHANNELS,))
+
+
+class OfLengthOne(nn.Module):
+    """A parametrisation by which all outputs' weights for an input have a sum of squares of one."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return F.normalize(weight, dim=0)
+
+
+def _normalised() -> nn.Module:
+    mix = nn.Conv2d(CHANNELS, CHANNELS, 1)
+    parametrize.register_parametrization(mix, "weight", OfLengthOne())
+    return mix
+
+
+def test_a_parametrised_weight_is_cut_by_its_outputs_with_all_that_it_is_made_of() -> None:
+    layout = _layout(weight_norm(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)))
+    for name in ("mix.parametrizations.weight.original0", "mix.parametrizations.weight.original1", "mix.bias"):
+        assert layout.cuts[name][1] == Cut(dim=0, groups=(CHANNELS,))
+
+
+@pytest.mark.parametrize("mix", [_normalised(), spectral_norm(nn.Conv2d(CHANNELS, CHANNELS, 1))])
+def test_a_parametrisation_that_mixes_outputs_leaves_a_weight_whole(mix: nn.Module) -> None:
+    assert "mix.parametrizations.weight.original" in _layout(mix).whole
 
 
 def test_what_mixes_its_outputs_stays_whole() -> None:

@@ -139,6 +139,7 @@ RIGHT: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], T
     "topk along another dim": (lambda a: a.topk(2, -1), [(A, S1)], S1),
     "norm over another dim": (lambda a: a.norm(dim=-1), [(A, S1)], S1),
     "cumulated along another dim": (lambda a: a.cumsum(0), [(A, S1)], S1),
+    "a weight with a size for each part": (torch._weight_norm, [((4, 3), S0), ((4, 1), S0)], S0),
     "layer_norm of positions": (lambda a, w: F.layer_norm(a, (6,), w), [(A, S1), ((6,), REPLICATED)], S1),
     "batch_norm of channels": (
         lambda a, w, b: F.batch_norm(a, None, None, w, b, training=True),
@@ -210,6 +211,11 @@ WRONG: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]], s
     "argmax over all": (torch.argmax, [(A, S1)], "goes over the sharded dim"),
     "topk of the parts": (lambda a: a.topk(2), [(A, S2)], "goes over the sharded dim"),
     "cumulated along the parts": (lambda a: a.cumsum(1), [(A, S1)], "goes over the sharded dim"),
+    "a weight with sizes over the parts": (
+        torch._weight_norm,
+        [((4, 6), S1), ((4, 1), REPLICATED)],
+        "goes over all dims but 0",
+    ),
     "layer_norm over the parts": (lambda a: F.layer_norm(a, (3,)), [((2, 6), S1)], "goes over"),
     "batch_norm over samples": (lambda a: F.batch_norm(a, None, None, training=True), [((4, 3), S0)], "samples"),
     "a loss": (F.mse_loss, [(A, S1), (A, S1)], "loss"),

@@ -1,4 +1,4 @@
-"""Layers whose weight no product takes as it is: convolutions in groups of channels, weights that are normalised first.
+"""Layers whose weight no product takes as it is: convolutions in groups, weights that are normalised or parametrised first.
 
 All tensors of such a layer with an entry for each output are cut together. What its code does with them, the proof decides.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from meshwright.apply.tensor.search.trace import Trace
-from meshwright.apply.tensor.tensor_layout import Cut, Region
+from meshwright.apply.tensor.tensor_layout import Cut, Region, layer_of
 
 __all__: list[str] = []
 
@@ -22,14 +22,14 @@ def layer_by_its_outputs(trace: Trace, key: int, num_tp_ranks: int) -> Region | 
         num_tp_ranks: Ranks [count].
     """
     names, num_outputs = trace.names[key], trace.parameters[key].shape[0]
-    scope = names[0].rpartition(".")[0]
+    scope = layer_of(names[0])
     call = trace.calls.get(scope)
     if len(names) > 1 or not scope or call is None or len(call.results) != 1:
         return None
     if not call.args or not isinstance(call.args[0], Tensor):
         return None  # no layer: a module that makes a weight, say
     module = trace.module.get_submodule(scope)
-    own = dict(module.named_parameters(scope, recurse=False))
+    own = {name: tensor for name, tensor in module.named_parameters(scope) if layer_of(name) == scope}
     if sum(1 for _ in module.parameters()) > len(own):
         return None  # layers inside have parameters, too
     groups = getattr(module, "groups", 1)

@@ -78,6 +78,18 @@ def last_dims(op: Operation) -> list[Type]:
     return op.all(own)
 
 
+def weight_norm(op: Operation) -> list[Type]:
+    """Follow the normalisation of a weight with a size of its own for each entry of one dim."""
+    op.refuse_partial()
+    direction, size = op.args[:2]
+    own, dim = op.type(direction), op.argument(2, "dim", default=0)
+    if own.dim is None or own.dim != dim:
+        raise RefusedError(f"takes {op.told()}: it goes over all dims but {dim}")
+    if op.type(size) != own:
+        raise RefusedError(f"takes sizes that are {op.type(size)} for a weight that is {own}")
+    return op.all(own)
+
+
 def channels(op: Operation) -> list[Type]:
     """Follow group_norm, batch_norm and instance_norm: channels with their own statistics and weights."""
     op.refuse_partial()

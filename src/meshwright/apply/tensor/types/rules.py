@@ -47,6 +47,7 @@ def _table() -> dict[str, Rule]:
     rules |= {"scaled_dot_product_attention": products.attention}
     rules |= dict.fromkeys(reductions.REDUCTIONS, reductions.reduction)
     rules |= dict.fromkeys(["layer_norm", "rms_norm"], reductions.last_dims)
+    rules["weight_norm"] = reductions.weight_norm
     rules |= dict.fromkeys(["group_norm", "batch_norm", "instance_norm"], reductions.channels)
     rules |= dict.fromkeys(_PLACES.split(), reductions.places) | dict.fromkeys(_LOSSES.split(), reductions.loss)
     rules |= {"embedding": indexing.embedding, "getitem": indexing.item}

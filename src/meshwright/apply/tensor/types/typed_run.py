@@ -21,6 +21,7 @@ __all__: list[str] = []
 
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+_CALLS = os.path.join(_MODULES, "module.py")
 _OURS = os.sep.join(__file__.split(os.sep)[:-4]) + os.sep
 _START = "run_and_watch"
 """Name of the functions that start a run: nothing above them is the user's forward."""
@@ -65,7 +66,9 @@ def find_where() -> tuple[Where, bool]:
         if code.co_name == _START:
             break
         if code.co_name != "__torch_function__" and "/apply/tensor/types/" not in file:
-            if file.startswith(_MODULES):
+            if file == _CALLS:
+                pass  # a module's call takes one of several lines, with hooks and without
+            elif file.startswith(_MODULES):
                 inner = inner or Where(file, frame.f_lineno)
             elif file.startswith(_OURS):
                 is_own = is_own or inner is None
