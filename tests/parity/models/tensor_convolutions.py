@@ -34,7 +34,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Neck(nn.Module):
-    """A convolution in groups, one of weight and size, then two with norms over channels, as after a vision tower, in some blocks."""
+    """A convolution in groups, one of weight and size, then blocks of two with norms over channels, as after a vision tower."""
 
     def __init__(self, width: int = 6, hidden: int = 10) -> None:
         super().__init__()
