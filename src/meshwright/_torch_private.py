@@ -359,20 +359,9 @@ def offer_monitored_barrier(backend: str) -> None:
         vars(module)["monitored_barrier"] = monitored_barrier
 
 
-_COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
-    *(
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "irecv",
-        "isend",
-    ),
-    *("recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
-)
+_SENDING = "all_reduce broadcast broadcast_object_list barrier reduce send isend recv irecv batch_isend_irecv"
+_JOINING = "all_gather all_gather_into_tensor all_gather_object gather gather_object all_to_all all_to_all_single"
+_DIVIDING = "reduce_scatter reduce_scatter_tensor scatter scatter_object_list"
 
 
 def watch_collectives(look: Callable[[str], None]) -> None:
@@ -387,9 +376,8 @@ def watch_collectives(look: Callable[[str], None]) -> None:
         collective._meshwright_looks = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
         return collective
 
-    for name in _COLLECTIVES:
-        function = getattr(torch.distributed, name)
-        if not hasattr(function, "_meshwright_looks"):
+    for name in f"{_SENDING} {_JOINING} {_DIVIDING}".split():
+        if not hasattr(function := getattr(torch.distributed, name), "_meshwright_looks"):
             setattr(torch.distributed, name, watched(name, function))
 
 
