@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import random
 import re
 import time
 import traceback
@@ -17,6 +18,7 @@ from benchmarks.any_model import float64
 
 float64.install()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from benchmarks.any_model import recipes, vision  # noqa: E402
 from benchmarks.error_rows import describe_error, without_folders  # noqa: E402
@@ -76,6 +78,8 @@ def train_plainly(
     """
     with default_dtype(torch.float64):
         torch.manual_seed(0)
+        random.seed(0)  # of which layers may make a choice while they are built, as apply_plan seeds it
+        np.random.seed(0)
         model = Build(recipe)()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         losses, gradients = [], []

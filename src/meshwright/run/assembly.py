@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError, ConfigError
+from meshwright.python_state import kept_python_state
 from meshwright.ranks.groups import subgroup
 from meshwright.ranks.world import World
 from meshwright.run.building.paged_build import PagedBuild
@@ -89,7 +92,8 @@ def build_module(
     module: Any = build_model
     if not isinstance(build_model, nn.Module):
         torch.manual_seed(seed)
-        with build.building() if plan.mode == "ranks" and separates(plan) else contextlib.nullcontext():
+        pages = build.building() if plan.mode == "ranks" and separates(plan) else contextlib.nullcontext()
+        with pages, _pythons_seeded(seed):
             module = build_model()
     if not isinstance(module, nn.Module):
         raise ApplyError(
@@ -103,6 +107,15 @@ def build_module(
     if share > 0:
         torch.manual_seed((seed + 0x9E3779B97F4A7C15 * share) % 2**63)
     return module
+
+
+@contextlib.contextmanager
+def _pythons_seeded(seed: int) -> Iterator[None]:
+    """Start Python's and NumPy's generators alike on all ranks; a script's own numbers go on behind the context."""
+    with kept_python_state():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
