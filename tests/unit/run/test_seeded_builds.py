@@ -1,4 +1,4 @@
-"""A model that is built under a seed is the same one whatever Python's and NumPy's generators gave before, which go on behind it."""
+"""A model built under a seed is the same whatever Python's and NumPy's generators gave before, which go on behind it."""
 
 from __future__ import annotations
 
