@@ -74,6 +74,7 @@ from tests.parity.jobs.never_wrong_pipeline_ways import (
     Patched,
     PythonChance,
     RaisesWhenTried,
+    RunsInBackward,
     SharedExperts,
     compiled_block,
     reads_inside,
@@ -258,11 +259,13 @@ REFUSED = {
     "late_mixing": "mixes the samples",
     "signs": "a parameter that other stages hold",
     "counted_draws": "random numbers or the code between",
+    "runs_in_backward": "is called inside of _InBackward.apply()",
 }
 """Scripts that a pipeline cannot run, and words of the message."""
 
 SCRIPTS: dict[str, Script] = {
     "chosen_rows": Script(ChosenRows),
+    "runs_in_backward": Script(RunsInBackward),
     "first_reads": Script(FirstReads, evaluates=(1,)),
     "reads_the_last": Script(ReadsTheLast),
     "reads_inside": Script(ReadsInside, evaluates=(1,)),

@@ -330,6 +330,43 @@ class ChosenRows(nn.Module):
         return x
 
 
+class _InBackward(torch.autograd.Function):
+    """Runs layers without a graph, and again in backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: nn.ModuleList) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.blocks = blocks
+        return _through(blocks, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = _through(ctx.blocks, x)
+        torch.autograd.backward(y, grads[0])
+        return x.grad, None
+
+
+def _through(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+class RunsInBackward(nn.Module):
+    """Its layers are called inside of one Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _InBackward.apply(self.first(x), self.blocks)  # pyright: ignore[reportReturnType]
+
+
 class Leaks(nn.Module):
     """A layer hands a tensor to another one by an object that no module holds."""
 

@@ -11,6 +11,7 @@ shapes           output shapes of other stages' calls, cached per call
 without_numbers  code run on fake tensors, or on made-up values where it needs some
 remembered       a call of another stage: its results and its writes
 written          tensors that a layer leaves beside its results
+inside_functions  layers that an autograd.Function calls
 own_state        state of the code between layers, on a rank with several stages
 stage_hooks      hooks that forwards register, on such a rank
 counters         integers that the code between layers counts

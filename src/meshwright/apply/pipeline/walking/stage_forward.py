@@ -41,6 +41,7 @@ from meshwright.apply.pipeline.tracing.scene import (
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
 from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping
 from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.pipeline.walking.inside_functions import refuse_inside_function
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.shapes import Shapes
@@ -77,6 +78,7 @@ class StageForward(Bookkeeping):
         self._way = way
         self._calls: dict[str, int] = {}
         self.is_paused = False
+        self._has_graph = torch.is_grad_enabled()
         self._checkpoints = 0  # depth of the user's own torch.utils.checkpoint around the running code
         self._plain_checkpoints = PlainCheckpoints(lambda: not self.is_paused, self._note_checkpoint)
 
@@ -117,6 +119,7 @@ class StageForward(Bookkeeping):
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run one call of a unit on its stage, or return stand-ins for it on the others."""
+        refuse_inside_function(name, has_graph=self._has_graph)
         with without_function_modes():  # what is done here with tensors is not the user's code
             taken = self._stage_map.flow.takes.get(name)
             given = None if taken else plain_tensors(args, kwargs)
