@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +78,20 @@ def test_a_library_draws_for_its_models_in_code_beside_them(helper: str, draws: 
     vars(model).update(nn=nn, mask=vars(masks)["mask"])
     exec("class Model(nn.Module):\n    def forward(self, x):\n        return mask(x)", vars(model))
     assert Outside(vars(model)["Model"]()).draws is draws
+
+
+class Missing:
+    """Stands for a package that is not installed, and raises what it likes where it is asked for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_what_stands_for_a_missing_package_is_no_obstacle() -> None:
+    model = types.ModuleType("the_users_model")
+    vars(model).update(nn=nn, missing=Missing())
+    exec(
+        "class Model(nn.Module):\n    def forward(self, x):\n        return missing.run(x) if x is None else x",
+        vars(model),
+    )
+    assert not Outside(vars(model)["Model"]()).draws

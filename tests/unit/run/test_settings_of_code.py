@@ -1,5 +1,6 @@
 """run/sentinels/settings.py, code_digest.py: code and switches that differ between ranks have a row that differs."""
 
+import functools
 import types
 
 import pytest
@@ -114,3 +115,20 @@ def test_a_rate_of_dropout_that_changes_between_steps_is_a_row():
     module[1].p = 0.5
     after = dict(settings.of_modes(module))
     assert {name for name in before if before[name] != after[name]} == {"the rate of dropout '1'"}
+
+
+def _checked(text: str, address: int):
+    """Return the rows of a model whose method a decorator checks by code that it writes, with an address in it."""
+    module = types.ModuleType("the_users")
+    exec(text, module.__dict__)
+    written: dict = {}
+    source = f"def scale(self, x, object_{address}=None):\n    return wrapped(self, x)"
+    wrapped = module.Base.scale
+    exec(compile(source, f"<checked at {address}>", "exec"), {"wrapped": wrapped}, written)
+    module.Base.scale = functools.wraps(wrapped)(written["scale"])
+    return dict(settings.of_modules(module.Model()))
+
+
+def test_code_that_a_decorator_writes_in_each_process_is_what_it_wraps():
+    assert _checked(FILE, 140) == _checked(FILE, 139)
+    assert _checked(FILE, 140) != _checked(FILE.replace("return scaled(x)", "return scaled(-x)"), 140)

@@ -61,9 +61,16 @@ def write_generator(value: Any, state: GeneratorState) -> None:
         value.set_state(state.value)
 
 
+def _bound_to(value: Any) -> Any:
+    try:
+        return getattr(value, "__self__", None)
+    except Exception:  # noqa: BLE001 - what stands for a package that is not installed raises whatever it likes (MONAI)
+        return None
+
+
 def draws_globally(value: Any) -> bool:
     """Tell whether a value is a function of Python's or NumPy's that draws from the global generator."""
-    owner = getattr(value, "__self__", None)
+    owner = _bound_to(value)
     if not isinstance(value, (types.MethodType, types.BuiltinMethodType)) or owner is None:
         return False
     numpy = sys.modules.get("numpy")

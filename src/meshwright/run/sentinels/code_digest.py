@@ -54,11 +54,18 @@ def _hash(parts: list[str]) -> str:
 
 def _functions_of(entry: Any) -> Iterator[types.FunctionType]:
     if isinstance(entry, types.FunctionType):
-        yield entry
+        yield _written(entry)
     elif isinstance(entry, (staticmethod, classmethod)):
         yield from _functions_of(entry.__func__)
     elif isinstance(entry, property):
         yield from _functions_of(entry.fget)
+
+
+def _written(function: types.FunctionType) -> types.FunctionType:
+    """Return what a decorator wraps that writes its own code in each process, with addresses in it (beartype)."""
+    wrapped = vars(function).get("__wrapped__")
+    is_generated = function.__code__.co_filename.startswith("<")
+    return wrapped if is_generated and isinstance(wrapped, types.FunctionType) else function
 
 
 def _parts(
@@ -84,6 +91,7 @@ def _parts(
             parts.append(f"{name} = {used!r}")
         if not isinstance(used, types.FunctionType) or _package(used) != package or package == "torch":
             continue
+        used = _written(used)
         if used not in seen and depth < _DEPTH:
             seen.add(used)
             parts += [name, *_parts(used, text_of, seen, depth + 1, with_closure=with_closure)]
