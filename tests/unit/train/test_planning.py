@@ -220,6 +220,9 @@ def build():
 def rows(split="train"):
     return torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
 
+def batches(split="train"):
+    return torch.utils.data.DataLoader(rows(), batch_size=8)
+
 def mixing(out, batch):
     return torch.nn.functional.cross_entropy(out @ out.T, torch.arange(len(out)))
 
@@ -235,14 +238,16 @@ def broken(out, batch):
 def test_a_loss_that_compares_samples_needs_its_batch_whole(loss: str, told: str, tmp_path: Path) -> None:
     name = f"some_{loss}_pairs"  # a module's name is taken once in a process
     (tmp_path / f"{name}.py").write_text(_PAIRS)
+    source = "batches" if loss == "mean" else "rows"
     lines = [
         f'model = {{ target = "{name}:build" }}',
-        f'data = {{ source = "{name}:rows" }}',
+        f'data = {{ source = "{name}:{source}" }}',
         "optimizer = { lr = 0.1 }",
     ]
     lines += [f'train = {{ steps = 1, global_batch_size = 8, loss = "{name}:{loss}" }}']
     (tmp_path / "pairs.toml").write_text("\n".join(lines))
     config = load_config(tmp_path / "pairs.toml", plan="auto")
+    assert [len(part) for part in example_batch(config, 4)] == [4, 4]  # of a loader whose batches have eight, too
     found = why_whole(config, example_batch(config, 8))
     assert told in found
     assert bool(told) is bool(found)

@@ -113,11 +113,16 @@ def why_whole(config: TrainConfig, batch: Any) -> str:
 
 def example_batch(config: TrainConfig, num_samples: int) -> Any:
     """Return the first samples of the configuration's data, as one batch."""
+    from torch.utils.data import DataLoader
+
     from meshwright.train.data.loader import make_loader
     from meshwright.train.data.sources import load_data, make_collate
 
+    data = load_data(config, "train")
+    if isinstance(data, DataLoader):  # whose batches are as large as the run's
+        return _first_samples(next(iter(data)), num_samples)
     loader = make_loader(
-        load_data(config, "train"),
+        data,
         _OneDevice(),
         global_batch_size=num_samples,
         shuffle=False,
@@ -125,6 +130,17 @@ def example_batch(config: TrainConfig, num_samples: int) -> Any:
         prefetch=0,
     )
     return next(iter(loader))
+
+
+def _first_samples(batch: Any, num_samples: int) -> Any:
+    """Return the first samples of a batch, or the batch where it has no more, or cannot be cut along dim 0."""
+    from meshwright.describe.batches import count_samples, split_samples
+
+    try:
+        count = count_samples(batch)
+    except ApplyError:
+        return batch
+    return split_samples(batch, [num_samples, count - num_samples])[0] if count > num_samples else batch
 
 
 def _describe_something() -> None:
