@@ -37,6 +37,7 @@ __all__ = [
     "LINEAR",
     "MODULE_CALL",
     "PIN_MEMORY",
+    "RECURRENCES",
     "RNN_LAYER",
     "TURNS",
     "WEIGHT_NORM",
@@ -383,6 +384,8 @@ def watch_collectives(look: Callable[[str], None]) -> None:
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateImportUsage]
 """The code that calls a module's forward: a frame of it has the module as `self`."""
+RECURRENCES = frozenset(layer.forward.__code__ for layer in (torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU))
+"""The code of recurrent layers: a frame of it has what it was given as `orig_input`, a PackedSequence for one."""
 
 
 def compile_cuda(source: str, name: str) -> Callable[..., None]:

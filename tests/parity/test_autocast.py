@@ -45,3 +45,12 @@ def test_it_is_refused_on_one_rank_alone(line: str, inside: bool) -> None:
 def test_two_precisions_are_refused() -> None:
     with pytest.raises(mw.ApplyError, match=r"torch\.float16"):
         jobs.two_precisions()
+
+
+def test_a_forward_that_asks_for_the_dtype_is_refused_by_name_where_layers_are_cut() -> None:
+    for outcome in testing.run_outcomes(jobs.asking, 2, "tp=2"):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
+        assert "without autocast" in str(outcome.error)
+        assert "AssertionError: another dtype" in str(outcome.error)
+    first, second = testing.run_ranks(jobs.asking, 2, "dp=2")  # the fix
+    assert first == second

@@ -6,9 +6,12 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from tests.parity.jobs import drawing_jobs, own_draw_jobs
 from tests.tolerances import FLOAT64
+from torch import nn
 
+import meshwright as mw
 from meshwright import testing
 
 SHARES = {1: (7,), 2: (5, 2)}
@@ -71,3 +74,12 @@ def test_forwards_before_one_step_follow_one_another() -> None:
     wanted = own_draw_jobs.accumulating("single", SHARES[1])
     for found in testing.run_ranks(own_draw_jobs.accumulating, 2, "dp=2", SHARES[2]):
         assert found == pytest.approx(wanted, rel=FLOAT64)
+
+
+def test_where_split_counts_the_batch_its_calls_are_named() -> None:
+    def split(batch: Any, num_parts: int) -> list[Any]:
+        return [(x, y) for x, y in zip(batch[0].chunk(num_parts), batch[1].chunk(num_parts), strict=True)]
+
+    model = mw.apply_plan(lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), "single", split=split)
+    model(torch.ones(4, 3))
+    assert any("(model.loss(batch) and model.step(batch) count by it)" in reason for reason in model.plan.reasons)

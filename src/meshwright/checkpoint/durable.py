@@ -43,10 +43,21 @@ def told_of(path: Path, doing: str, num_bytes: int | None = None) -> Iterator[No
         if error.errno in _NO_SPACE:
             with contextlib.suppress(OSError):
                 free = f"; {shutil.disk_usage(path.parent).free} bytes are free"
-        raise StorageError(
-            f"cannot {doing} {path}{needed}: {error.strerror or error}{free}",
-            fix=f"make room on the file system of {path.parent}, or save elsewhere" if free else None,
-        ) from error
+        text = f"cannot {doing} {path}{needed}: {error.strerror or error}{free}"
+        raise StorageError(text, fix=_fix(error, path, doing)) from error
+
+
+def _fix(error: OSError, path: Path, doing: str) -> str | None:
+    """Return what to do about an error of the file system; None where it is the disk's own."""
+    if error.errno in _NO_SPACE:
+        return f"make room on the file system of {path.parent}, or save elsewhere"
+    if error.errno == errno.EROFS:
+        return "mount that file system for writing, or save elsewhere"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"give this user permission to {doing} {path}, or take another folder"
+    if error.errno == errno.ENOTDIR or (error.errno == errno.EEXIST and doing == "make"):
+        return "take another folder: this name, or one above it, is a file's"
+    return None
 
 
 def write_new_file(path: Path, parts: Iterable[bytes | bytearray | memoryview], num_bytes: int | None = None) -> int:

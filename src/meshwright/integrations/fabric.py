@@ -61,6 +61,8 @@ class PlanStrategy(SingleDeviceStrategy):
         self.parallel: ParallelModel | None = None
         """The first model under the plan, once it is set up."""
         self._models: list[ParallelModel] = []
+        self._optimizers: list[Any] = []
+        """Optimizers under the plan, as the script made them and as `setup` gave them back."""
         self.global_rank, self.local_rank = self._world.rank, self._world.local_rank
         self.world_size = self._world.world_size
         self._sizes = [0] * self.plan.dp
@@ -96,6 +98,7 @@ class PlanStrategy(SingleDeviceStrategy):
         # Models that draw in forwards of one number draw apart.
         forward = _Forward(parallel, self._world.device, self._seed + 1_000_003 * len(self._models))
         self._models.append(parallel)
+        self._optimizers += [given, parallel.optimizer] if optimizers else []
         self.parallel = self._models[0]
         return forward, [parallel.optimizer] if optimizers else [], scheduler
 
@@ -241,12 +244,13 @@ class PlanStrategy(SingleDeviceStrategy):
             model.module.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's state where every rank has it whole.
+        """Return the optimizer's state where every rank has it whole; of one without a plan its own.
 
         Raises:
             ConfigError: Ranks have parts of it.
         """
-        if (self.plan.zero and self.plan.dp > 1) or self.plan.tp > 1:
+        is_planned = any(optimizer is held for held in self._optimizers)
+        if is_planned and ((self.plan.zero and self.plan.dp > 1) or self.plan.tp > 1):
             raise ConfigError(
                 f"fabric.save() was given an optimizer of which ranks have parts under the plan '{self.plan}'",
                 fix="mw.save_checkpoint(fabric.strategy.parallel, directory, step=n), which loads under every plan",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import ApplyError
+from meshwright.errors import ApplyError, MeshwrightError, UserCodeError
 
 __all__: list[str] = []
 
@@ -49,6 +49,26 @@ class Autocast:
                 yield
         finally:
             self.dtype = self._planned
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Name autocast where code of the model's fails inside the context, in which forwards are run without it.
+
+        Raises:
+            ApplyError: The code's error, where steps are under autocast.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_ours = isinstance(error, MeshwrightError) and not isinstance(error, UserCodeError)
+            if self.dtype is None or is_ours:
+                raise
+            told = next(iter(str(error).splitlines()), "")
+            raise ApplyError(
+                "the plan looks at the model's forward without autocast before it cuts layers, and there it raised "
+                f"{type(error).__name__}: {told}",
+                fix=f"let the forward run without autocast to {self.dtype}, too, or use a plan of dp and zero",
+            ) from error
 
     def in_forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of forward and loss; it also applies to threads outside the user's autocast."""

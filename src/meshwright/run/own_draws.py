@@ -33,6 +33,10 @@ _NO_PLACE = (
     "the inputs of model(...) have no common number of samples in dim 0, so that torch's generators draw in it; "
     "model.loss(batch) and model.step(batch) count by the batch"
 )
+_SPLIT = (
+    "split= of apply_plan counts batches, not the inputs of model(...), whose samples are unknown (model.loss(batch) and "
+    "model.step(batch) count by it)"
+)
 _NO_GRAPH = "model(...) without a graph (torch.no_grad, frozen weights) draws from torch's generators: each rank draws for itself"
 
 
@@ -75,6 +79,9 @@ class OwnDraws:
         is_alone = engine.is_prepared and not engine.needs_lockstep and engine.copies == 1
         is_alone = is_alone and (engine.everyone.size > 1 or not count)
         if is_alone and given is not None and not draws.look_alone(given, _AnySize(), _no_loss):
+            return
+        if not self._splits_by_row:
+            draws.leave_to_torch(_SPLIT)
             return
         if given is not None and count:
             share = enough_samples([given], splitter)

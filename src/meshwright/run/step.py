@@ -229,7 +229,7 @@ class Stepper:
             if is_prepared:
                 return
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
-            with in_training_mode(self.engine.module), unchanged_draws(self.engine):
+            with in_training_mode(self.engine.module), unchanged_draws(self.engine), self.casts.left_out():
                 self.engine.prepare(first_run)
                 if self.draws is not None:
                     self.draws.learn_cut(self.splitter, self._try_term)

@@ -89,3 +89,21 @@ def two_precisions() -> None:
         torch.autocast("cpu", dtype=torch.float16),
     ):
         model.step(batch_of(0))
+
+
+def asking(line: str) -> float:
+    """Run a forward that asks for the dtype of what it is given, in a loop of its own; return the loss."""
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype == torch.bfloat16, "another dtype"
+            return self.layer(x)
+
+    with mw.apply_plan(Asking, line, optimizer=functools.partial(torch.optim.SGD, lr=0.1)) as model:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(torch.ones(2, 4, dtype=torch.bfloat16))
+        return model.backward(outputs.float().square().mean(), weight=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -138,7 +139,7 @@ def reduced(plan: str, way: str) -> float:
 
 
 def adversarial(plan: str | None, path: str) -> Found:
-    """Train a generator and a critic by one Fabric; save a module before it is set up, and both after."""
+    """Train a generator and a critic by one Fabric; save one with an optimizer before they are set up, and both after."""
     from lightning_fabric import Fabric
 
     options: dict[str, Any] = {}
@@ -149,7 +150,8 @@ def adversarial(plan: str | None, path: str) -> Found:
     warnings.simplefilter("ignore")
     fabric = Fabric(accelerator="cpu", devices=1, **options)
     modules = [build(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()]
-    fabric.save(f"{path}/before", {"model": modules[0]})
+    # Neither is under the plan yet: their states are their own.
+    fabric.save(f"{path}/before", {"model": modules[0], "optimizer": torch.optim.SGD(modules[0].parameters(), lr=0.1)})
     maker, critic = (fabric.setup(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in modules)
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), batch_size=6, drop_last=True))
     softplus, norms = nn.functional.softplus, []
@@ -165,6 +167,9 @@ def adversarial(plan: str | None, path: str) -> Found:
         norms.append(float(fabric.clip_gradients(*maker, max_norm=0.1)))
         maker[1].step()
         critic[1].zero_grad()
+    if plan not in (None, "dp=2"):
+        with pytest.raises(mw.ConfigError, match="ranks have parts"):
+            fabric.save(f"{path}/parts", {"optimizer": maker[1]})
     fabric.save(f"{path}/after", {"maker": maker[0], "critic": critic[0]})
     fabric.barrier()
     state = torch.load(f"{path}/after")

@@ -105,11 +105,15 @@ class Recurrent(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3)
+        self.packed = nn.GRU(WIDTH, WIDTH, 2, dropout=0.3)
         self.drop, self.head = nn.Dropout(0.3), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits [samples, length, vocabulary]."""
         stream, _ = self.lstm(self.tokens(ids.T))
+        lengths = 1 + ids[:, 0] % ids.shape[1]
+        packed, _ = self.packed(nn.utils.rnn.pack_padded_sequence(stream, lengths, enforce_sorted=False))
+        stream = stream + nn.utils.rnn.pad_packed_sequence(packed, total_length=len(stream))[0]
         return self.head(self.drop(stream)).transpose(0, 1)
 
 

@@ -100,6 +100,27 @@ def test_whichever_operation_fails_a_reader_is_told_with_the_path(tmp_path: Path
     assert number > 10
 
 
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [(errno.EROFS, "mount that file system for writing"), (errno.EACCES, "permission to make"), (errno.EIO, None)],
+)
+def test_what_is_not_the_disks_own_has_a_fix(code: int, fix: str | None, tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught, durable.told_of(tmp_path / "run", "make"):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.fix is None if fix is None else fix in str(caught.value.fix)
+
+
+def test_a_folder_under_a_file_is_refused_and_another_one_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for taken in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(StorageError, match="take another folder"):
+            save(Store(taken), 1)
+    store = Store(tmp_path / "run")
+    save(store, 1)
+    with store.newest()[0] as snapshot:
+        assert_holds(snapshot, 1)
+
+
 def test_a_limit_on_the_size_of_files_is_told(tmp_path: Path) -> None:
     store = Store(tmp_path)
     save(store, 1)

@@ -16,7 +16,7 @@ from meshwright.train.config.types import TrainConfig
 from meshwright.train.planning import predictor as module
 from meshwright.train.planning import this_machine as machine
 from meshwright.train.planning.choosing import choose, foresee
-from meshwright.train.planning.config_model import Described
+from meshwright.train.planning.config_model import Described, example_batch, why_whole
 from meshwright.train.planning.held_against import held_against
 from meshwright.train.planning.predictor import Predictor, default_devices, threads_of
 
@@ -193,6 +193,64 @@ def test_auto_takes_the_planners_first_plan_and_says_why(described: list[TrainCo
     assert lines[0] == f"plan auto: '{chosen.plan}'"
     assert lines[1:] == [f"- {reason}" for reason in chosen.plan.reasons]
     assert len(described) == 1
+
+
+def test_auto_leaves_out_plans_that_cut_a_batch_that_has_to_be_whole(
+    described: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = module.describe_config
+
+    def mixing(config: TrainConfig, autocast: str) -> Described:
+        return dataclasses.replace(describe(config, autocast), why_whole="the loss compares samples")
+
+    monkeypatch.setattr(module, "describe_config", mixing)
+    config = classic("auto")
+    chosen, lines = choose(config, Predictor(config))
+    assert (chosen.plan.dp, chosen.plan.micro_batches) == (1, 1)
+    assert lines[-1] == "- plans that cut the batch are left out: the loss compares samples"
+    assert described
+
+
+_PAIRS = """
+import torch
+
+def build():
+    return torch.nn.Linear(3, 2)
+
+def rows(split="train"):
+    return torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+
+def batches(split="train"):
+    return torch.utils.data.DataLoader(rows(), batch_size=8)
+
+def mixing(out, batch):
+    return torch.nn.functional.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+def mean(out, batch):
+    return torch.nn.functional.cross_entropy(out, batch[1])
+
+def broken(out, batch):
+    raise ValueError("no loss")
+"""
+
+
+@pytest.mark.parametrize(("loss", "told"), [("mixing", "not a mean over samples"), ("mean", ""), ("broken", "")])
+def test_a_loss_that_compares_samples_needs_its_batch_whole(loss: str, told: str, tmp_path: Path) -> None:
+    name = f"some_{loss}_pairs"  # a module's name is taken once in a process
+    (tmp_path / f"{name}.py").write_text(_PAIRS)
+    source = "batches" if loss == "mean" else "rows"
+    lines = [
+        f'model = {{ target = "{name}:build" }}',
+        f'data = {{ source = "{name}:{source}" }}',
+        "optimizer = { lr = 0.1 }",
+    ]
+    lines += [f'train = {{ steps = 1, global_batch_size = 8, loss = "{name}:{loss}" }}']
+    (tmp_path / "pairs.toml").write_text("\n".join(lines))
+    config = load_config(tmp_path / "pairs.toml", plan="auto")
+    assert [len(part) for part in example_batch(config, 4)] == [4, 4]  # of a loader whose batches have eight, too
+    found = why_whole(config, example_batch(config, 8))
+    assert told in found
+    assert bool(told) is bool(found)
 
 
 def test_a_part_of_a_cluster_is_whole_hosts(described: list[TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ sample_loops     draws of a loop over samples, each known by its sample
 names            names of modules, by which calls are known
 sites            calls that draw, the step and forward that they belong to
 alike            draws that are the same in several runs of one piece of code
-recurrences      recurrent layers of a GPU, with dropout between them
+recurrences      recurrent layers with dropout between them, on a GPU and of packed samples
 operators        torch operators that draw, replaced while a step runs
 
 To draw another distribution by place, write its operator into `operators`, over what `distributions` gives.

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from meshwright._torch_dispatch import cudnn_rnn, draws_untouched, is_fake_mode_on, is_transformed, replace_draws
+from meshwright._torch_dispatch import draws_untouched, is_fake_mode_on, is_transformed, replace_draws
 from meshwright._torch_private import FakeTensor
 from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.philox import ElementPlace
-from meshwright.apply.randomness.recurrences import recurrence
+from meshwright.apply.randomness.recurrences import bernoulli_of_pack, layers_of_gpu, recurrence, running_pack
 from meshwright.apply.randomness.sites import place_of_draw, shape_of, tell_own
 
 __all__: list[str] = []
@@ -131,6 +131,9 @@ def _with_graph(name: str, given: Sequence[Any], made: Any) -> Any:
 
 
 def _bernoulli(out: Tensor, p: float = 0.5) -> Any:
+    packed = running_pack(out) if 0 <= p <= 1 else None
+    if packed is not None:
+        return bernoulli_of_pack(out, p, packed)
     place = place_of_draw(shape_of(out), "bernoulli_") if 0 <= p <= 1 else None
     if place is None:
         return NotImplemented
@@ -238,11 +241,6 @@ def _native_dropout(tensor: Tensor, p: float, train: bool | None) -> Any:
     if _bernoulli(mask, 1 - p) is NotImplemented:
         return NotImplemented
     return tensor * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-def _layers_of_gpu(*given: Any) -> Any:
-    with draws_untouched():
-        return cudnn_rnn(*given)
 
 
 def _rrelu(tensor: Tensor, noise: Tensor, *numbers: Any) -> Any:
@@ -372,7 +370,7 @@ _KERNELS: Final[dict[str, Kernel]] = {
     "random_.from": _random_from,
     "random_.to": _random_to,
     "native_dropout": _native_dropout,
-    "_cudnn_rnn": functools.partial(recurrence, _layers_of_gpu),
+    "_cudnn_rnn": functools.partial(recurrence, layers_of_gpu),
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu_in_place,
     "normal.Tensor_float": _normal_of,

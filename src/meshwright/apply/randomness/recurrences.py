@@ -1,7 +1,9 @@
-"""Recurrent layers of a GPU with dropout between them, which cuDNN's operator for all layers draws by itself."""
+"""Recurrent layers with dropout between them: on a GPU, where cuDNN's operator draws by itself, and of packed samples."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from meshwright._torch_dispatch import cudnn_rnn, draws_untouched
+from meshwright._torch_private import MODULE_CALL, RECURRENCES
+from meshwright.apply.randomness import distributions
+from meshwright.apply.randomness.philox import NO_SAMPLE, Level, merge_levels
+from meshwright.apply.randomness.sites import place_of_draw
 
 __all__: list[str] = []
 
@@ -65,3 +74,50 @@ def recurrence(  # noqa: PLR0917 - the operator's own
             cells.append(last_cell)
     output = output.transpose(0, 1) if batch_first else output
     return output, torch.cat(ends), cells[0] if cell is None else torch.cat(cells), *buffers
+
+
+def layers_of_gpu(*given: Any) -> Any:
+    """Run cuDNN's operator, which draws by itself."""
+    with draws_untouched():
+        return cudnn_rnn(*given)
+
+
+# -- packed samples -------------------------------------------------------------------------------------------------------
+
+
+def running_pack(out: Tensor) -> PackedSequence | None:
+    """Return the packed samples that a recurrent layer runs on now, whose rows are those of `out`; None: there are none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not MODULE_CALL and frame.f_code not in RECURRENCES:
+        frame = frame.f_back
+    # What backward repeats may call the forward itself.
+    packed = None if frame is None or frame.f_code is MODULE_CALL else frame.f_locals.get("orig_input")
+    fits = isinstance(packed, PackedSequence) and out.dim() == 2 and len(out) == len(packed.data)
+    return packed if fits else None
+
+
+def bernoulli_of_pack(out: Tensor, p: float, packed: PackedSequence) -> Any:
+    """Fill (steps of all samples, features) with 1 by this chance, else 0: each step of a sample as padded samples draw it.
+
+    In which order the samples lie, and how long the others are, changes no number. NotImplemented where the draw is torch's own.
+
+    Args:
+        out: What is filled.
+        p: The chance of a 1 [fraction].
+        packed: Whose rows these are.
+    """
+    sizes, num_features = packed.batch_sizes, out.shape[1]
+    num_samples, num_steps = int(sizes[0]), len(sizes)
+    place = place_of_draw((num_samples, num_features), "bernoulli_")  # of a step: their number is not the call's
+    if place is None:
+        return NotImplemented
+    inner = Level(num_steps * num_features, 0, 1)
+    outer = Level(num_samples, 0, inner.count) if place.first_sample == NO_SAMPLE else Level(num_samples, 1, 0)
+    made = torch.empty((num_samples, num_steps, num_features), dtype=torch.float32, device=out.device)
+    distributions.fill_bernoulli(made, dataclasses.replace(place, levels=merge_levels([outer, inner])), p)
+    steps = torch.arange(num_steps).repeat_interleave(sizes)
+    samples = torch.arange(len(steps)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    if packed.sorted_indices is not None:
+        samples = packed.sorted_indices.cpu()[samples]
+    drawn = made[samples.to(out.device), steps.to(out.device)]
+    return out.copy_(drawn.to(out.dtype) if out.is_complex() else drawn)

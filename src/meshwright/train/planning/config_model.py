@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final, Literal
 
+from meshwright.errors import ApplyError
 from meshwright.host import resident_bytes
 from meshwright.ranks.launch import QUICK_STOP_S, launch
 from meshwright.spec.model import Autocast, ModelSpec
@@ -15,6 +16,9 @@ __all__: list[str] = []
 
 _SAMPLES: Final = 8
 """Samples of the example batch at most: the description is for one sample, whatever it is [samples]."""
+
+_MOST_BYTES: Final = 256 * 2**20
+"""Parameters of a model that is built and run once, to see whether its batch may be cut, at most [bytes]."""
 
 _KINDS: Final[dict[int, Literal["sgd", "momentum", "adamw"]]] = {0: "sgd", 4: "momentum", 8: "adamw"}
 
@@ -27,6 +31,8 @@ class Described:
     train: TrainSpec
     loaded_bytes: int
     """Memory of the data and of what the user's code imports, which every process has [bytes]."""
+    why_whole: str = ""
+    """Why a plan may not cut the batch: a loss that compares samples, for example. Empty: it may, or nothing was tried."""
 
 
 def describe_config(config: TrainConfig, autocast: Autocast) -> Described:
@@ -47,7 +53,7 @@ def describe_config(config: TrainConfig, autocast: Autocast) -> Described:
         optimizer=_KINDS[state_bytes],
         precision=precision_of(config),
     )
-    return Described(ModelSpec.from_json(found["spec"]), train, found["loaded_bytes"])
+    return Described(ModelSpec.from_json(found["spec"]), train, found["loaded_bytes"], found["why_whole"])
 
 
 def precision_of(config: TrainConfig) -> Literal["fp32", "bf16"]:
@@ -70,20 +76,53 @@ def describe_on_rank(config_json: str, autocast: Autocast) -> dict[str, Any]:
     # A start's weights may lie in files; shapes do not depend on them.
     build = make_build_model(config, starts=False)
     spec = describe_model(build, batch, loss_fn=make_loss(config), autocast=autocast)
+    loaded_bytes = max(0, resident_bytes() - before)
+    is_tried = config.plan_is_auto and spec.params_bytes <= _MOST_BYTES
     return {
         "spec": spec.to_json(),
         "optimizer_bytes": _optimizer_bytes(config),
-        "loaded_bytes": max(0, resident_bytes() - before),
+        "loaded_bytes": loaded_bytes,
+        "why_whole": why_whole(config, batch) if is_tried else "",
     }
+
+
+def why_whole(config: TrainConfig, batch: Any) -> str:
+    """Return why a step of this batch cannot be taken in two parts, where it can be taken whole; empty where it can, or neither.
+
+    Args:
+        config: The configuration.
+        batch: At least two samples.
+    """
+    from meshwright.run.applying import apply_plan
+    from meshwright.train.losses import make_loss
+    from meshwright.train.models import make_build_model
+
+    told = ""
+    for plan in ("micro_batches=2", "single"):
+        try:
+            with apply_plan(make_build_model(config, starts=False), plan, loss_fn=make_loss(config)) as model:
+                model.step(batch)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything; the run itself will show it
+            if not isinstance(error, ApplyError) or plan == "single":
+                return ""
+            told = error.message
+        else:
+            return told
+    return told
 
 
 def example_batch(config: TrainConfig, num_samples: int) -> Any:
     """Return the first samples of the configuration's data, as one batch."""
+    from torch.utils.data import DataLoader
+
     from meshwright.train.data.loader import make_loader
     from meshwright.train.data.sources import load_data, make_collate
 
+    data = load_data(config, "train")
+    if isinstance(data, DataLoader):  # whose batches are as large as the run's
+        return _first_samples(next(iter(data)), num_samples)
     loader = make_loader(
-        load_data(config, "train"),
+        data,
         _OneDevice(),
         global_batch_size=num_samples,
         shuffle=False,
@@ -91,6 +130,17 @@ def example_batch(config: TrainConfig, num_samples: int) -> Any:
         prefetch=0,
     )
     return next(iter(loader))
+
+
+def _first_samples(batch: Any, num_samples: int) -> Any:
+    """Return the first samples of a batch, or the batch where it has no more, or cannot be cut along dim 0."""
+    from meshwright.describe.batches import count_samples, split_samples
+
+    try:
+        count = count_samples(batch)
+    except ApplyError:
+        return batch
+    return split_samples(batch, [num_samples, count - num_samples])[0] if count > num_samples else batch
 
 
 def _describe_something() -> None:

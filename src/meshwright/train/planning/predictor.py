@@ -120,11 +120,14 @@ class Predictor:
         known = self._description(cluster.autocast(precision_of(self._config)))
         refusals: list[str] = []
         wanted = wanted or {}
-        top = _ALL_PLANS if wanted else _MOST_PLANS
+        top = _ALL_PLANS if wanted or known.why_whole else _MOST_PLANS
         for plan in itertools.chain(
             (plan for plan, _ in self.measured(known, num_devices)), _lazily(known, _loaded(cluster, known), top=top)
         ):
             if any(getattr(plan, name) != value for name, value in wanted.items()):
+                continue
+            if known.why_whole and _cuts_the_batch(plan):
+                refusals.append(f"'{plan}': {known.why_whole}")
                 continue
             try:
                 refuse_unbuilt(plan)
@@ -132,7 +135,8 @@ class Predictor:
             except (ApplyError, ConfigError) as error:
                 refusals.append(f"'{plan}': {error.message}")
                 continue
-            return plan
+            whole = f"plans that cut the batch are left out: {known.why_whole}" if known.why_whole else ""
+            return plan.replace(reasons=(*plan.reasons, whole)) if whole else plan
         raise ConfigError("; ".join(refusals) or f"no plan has {', '.join(f'{k}={v}' for k, v in wanted.items())}")
 
     def measured(self, known: Described, num_devices: int) -> Iterator[tuple[Plan, float]]:
@@ -215,6 +219,11 @@ def threads_of(plan: Plan) -> int:
     # model_parallel computes on one device at a time.
     shares = 1 if plan.mode == "model_parallel" else plan.num_devices
     return max(1, usable_cores() // shares)
+
+
+def _cuts_the_batch(plan: Plan) -> bool:
+    """Tell whether a plan takes the batch in parts."""
+    return plan.dp > 1 or plan.micro_batches > 1 or plan.micro_batch_size is not None or plan.mode == "data_parallel"
 
 
 def _lazily(known: Described, cluster: ClusterSpec, *, top: int) -> Iterator[Plan]:

@@ -1,4 +1,4 @@
-"""Layers of a GPU's recurrence one after the other, held against the CPU's operator for all of them."""
+"""Recurrences with dropout: layers of a GPU one by one, against the CPU's operator for all of them; and packed samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.randomness.names import Names
+from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.recurrences import recurrence
+from meshwright.apply.randomness.sample_dims import SiteDims
+from meshwright.apply.randomness.sites import ForwardDraws, StepDraws, in_forward, in_step
 
 _MODES = {nn.LSTM: 2, nn.GRU: 3, nn.RNN: 1}
 
@@ -60,6 +64,24 @@ def test_packed_samples() -> None:
     assert torch.equal(found[0], output.data)
     assert torch.equal(found[1], end)
     assert torch.equal(found[2], cell)
+
+
+def test_packed_samples_draw_one_by_one_what_they_draw_together() -> None:
+    torch.manual_seed(0)
+    layers = nn.GRU(5, 4, 3, dropout=0.5, bidirectional=True).double()
+    samples = [torch.randn(n, 5, dtype=torch.float64) for n in (2, 4, 1)]
+
+    def run(first: int, stop: int) -> list[torch.Tensor]:
+        dims = {("", call): SiteDims(0, num_dims=2) for call in range(2)}
+        install_operators()
+        with in_step(StepDraws("test", Names(layers), dims)), in_forward(ForwardDraws(first, stop - first)):
+            output, _ = layers(nn.utils.rnn.pack_sequence(samples[first:stop], enforce_sorted=False))
+        return nn.utils.rnn.unpack_sequence(output)
+
+    together = run(0, 3)
+    for number, alone in enumerate([*run(0, 2), *run(2, 3)]):
+        torch.testing.assert_close(alone, together[number], rtol=1e-12, atol=0)
+    assert not torch.equal(layers.eval()(samples[1])[0], together[1]), "nothing was dropped"
 
 
 @pytest.mark.parametrize(("num_layers", "dropout", "train"), [(1, 0.5, True), (2, 0.0, True), (2, 0.5, False)])
