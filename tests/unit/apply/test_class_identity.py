@@ -1,8 +1,9 @@
-"""Comparisons by `is` with the classes of modules are found in the instructions, and no others."""
+"""Classes of modules that are subclasses of the user's: comparisons by `is` are found, and attributes set on the user's class."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import pytest
@@ -142,3 +143,34 @@ def test_a_users_metaclass_is_kept() -> None:
     assert isinstance(type(kind), type)
     assert isinstance(kind, Registered)
     assert kind == Layer
+
+
+class Tallied(nn.Module):
+    """A block that counts the calls of all blocks of its class in an attribute that the first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls = getattr(type(self), "calls", 0) + 1  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.tanh(self.lin(x)) * (1 + 0.1 * type(self).calls)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_class_counts_the_calls_of_all_of_its_layers(kind: str) -> None:
+    # Each layer had a class of its own, and with it a counter of its own.
+    def train(line: str) -> list[float]:
+        if hasattr(Tallied, "calls"):
+            del Tallied.calls
+        torch.manual_seed(0)
+        module = nn.Sequential(Tallied(), Tallied(), nn.Linear(6, 3)).double()
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        model = mw.apply_plan(module, line, loss_fn=lambda out, batch: out.square().mean(), optimizer=sgd, seed=0)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        losses = [model.step((x, None)).loss for _ in range(4)]
+        model.close()
+        return losses
+
+    assert train(f"single,recompute={kind}") == pytest.approx(train("single"), rel=1e-12)
+    assert vars(Tallied)["calls"] == 8

@@ -250,13 +250,12 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 
 def enough_samples(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
-    """Return at least two samples of this rank's share, or None."""
-    if not parts:
-        return None
-    if splitter.count(parts[0]) >= _FEW:
-        return parts[0]
-    if not splitter.splits_by_row:
-        return None
+    """Return at least two samples of this rank's share, three where micro-batches have them (two show no odd one), or None."""
+    count = splitter.count(parts[0]) if parts else 0
+    if count > _FEW or not count or not splitter.splits_by_row or (count == _FEW and len(parts) == 1):
+        return parts[0] if count >= _FEW else None
+    if count == _FEW:
+        return join_samples([parts[0], splitter.cut(parts[1], splitter.count(parts[1]))[0]])
     return join_samples(parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])])
 
 
