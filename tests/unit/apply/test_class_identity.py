@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import pickle
 from typing import Any, ClassVar
 
 import pytest
@@ -174,3 +176,24 @@ def test_a_class_counts_the_calls_of_all_of_its_layers(kind: str) -> None:
 
     assert train(f"single,recompute={kind}") == pytest.approx(train("single"), rel=1e-12)
     assert vars(Tallied)["calls"] == 8
+
+
+def test_a_module_of_a_part_is_not_pickled_and_says_how_to_save_it() -> None:
+    # pickle's own words were that the class is not the same object.
+    layer = Block(2, 2)
+    layer.__class__ = with_forward(Block, lambda self, x: x)
+    with pytest.raises(mw.ApplyError, match="would not be the model's") as refused:
+        pickle.dumps(nn.Sequential(layer))
+    assert "model.full_state_dict()" in str(refused.value)
+    assert type(copy.deepcopy(layer)) is type(layer)
+
+
+def test_a_module_that_recompute_repeats_is_pickled_as_one_of_its_own_class() -> None:
+    layer = Block(2, 2)
+    layer.__class__ = with_forward(Block, lambda self, x: x, is_whole=True)
+    found = pickle.loads(pickle.dumps(layer))
+    assert type(found) is Block
+    assert torch.equal(found.weight, layer.weight)
+    layer.__class__ = with_forward(with_forward(Block, lambda self, x: x), lambda self, x: x, is_whole=True)
+    with pytest.raises(mw.ApplyError, match="would not be the model's"):
+        pickle.dumps(layer)

@@ -167,7 +167,7 @@ def _recomputed(original: type[nn.Module], owner: Recompute, *, keeps: bool) -> 
         finally:
             _under_way.owners.pop()
 
-    recomputed = with_forward(original, forward)
+    recomputed = with_forward(original, forward, is_whole=True)
     setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, keeps=keeps)))
     return recomputed
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.randomness.names import LOSS
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
+from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossRule
 
 __all__: list[str] = []
@@ -66,13 +68,13 @@ class LearnsDraws(Protocol):
         ...
 
 
-def learn_draws(draws: LearnsDraws, rule: LossRule, share: Any, splitter: Any, term: Any) -> None:
+def learn_draws(draws: LearnsDraws, rule: LossRule, parts: Sequence[Any], splitter: BatchSplitter, term: Any) -> None:
     """Find the sample dims of draws, and judge a loss that could not be tried without them; every rank calls it.
 
     Raises:
         ApplyError: On every rank: the loss is no mean over samples.
     """
-    draws.learn(share, splitter, term)
+    draws.learn(enough_samples(parts, splitter), splitter, term)
     judge_drawn_loss(rule, draws.losses)
 
 
