@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.jobs import late_jobs as jobs
+from tests.parity.jobs import late_lengths_jobs as lengths
 from tests.parity.jobs import late_mixing_jobs as mixing
 from tests.scopes import FULL_GRID
 
@@ -187,3 +188,12 @@ def test_hooks_around_steps_run_where_ranks_hold_whole_parameters() -> None:
 def test_a_pipeline_names_functional_call_from_a_later_step_on(evaluates: bool) -> None:
     outcomes = testing.run_outcomes(functools.partial(jobs.called_with_others_later, "pp=2", evaluates=evaluates), 2)
     _refused(outcomes, word="functional_call")
+
+
+@pytest.mark.parametrize("kind", ["cropped", "table"])
+def test_a_length_that_is_a_multiple_of_the_heads_is_not_cut_as_a_width(kind: str) -> None:
+    # At lengths 6 and 8 a slice `[:8]` looks like one of two parts of a width.
+    expected = lengths.plain(kind)
+    for losses, is_cut in testing.run_ranks(lengths.planned, 2, kind):
+        assert is_cut
+        assert losses == pytest.approx(expected, rel=1e-11)

@@ -12,8 +12,8 @@ from torch import nn
 
 from meshwright.describe.batches import BatchSplitter
 from meshwright.run.global_draws import GlobalDraws
+from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.settle import enough_samples
 
 __all__: list[str] = []
 

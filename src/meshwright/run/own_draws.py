@@ -21,8 +21,8 @@ from meshwright.apply.randomness.sites import StepDraws, in_step, keep
 from meshwright.describe.batches import BatchSplitter, count_samples
 from meshwright.errors import ApplyError
 from meshwright.run.global_draws import GlobalDraws
+from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.settle import enough_samples
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []

@@ -35,7 +35,7 @@ from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.drawn import learn_draws
 from meshwright.run.losses.loss import Loss, LossRule, LossTerm
-from meshwright.run.losses.settle import ModelWatch, enough_samples, settle_loss
+from meshwright.run.losses.settle import ModelWatch, settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.optimizer_draws import OptimizerDraws
 from meshwright.run.own_draws import OwnDraws
@@ -245,7 +245,7 @@ class Stepper:
         num_parts = None if self.micro_batch_size else self.micro_batches
         self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, micro_batches=num_parts)
         if self.draws is not None and not self.draws.is_known:
-            learn_draws(self.draws, self.rule, enough_samples(parts, self.splitter), self.splitter, self._try_term)
+            learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term)
 
     def is_now_prepared(self) -> None:
         """Take note that the strategy has looked at a first batch."""

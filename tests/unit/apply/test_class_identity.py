@@ -1,8 +1,11 @@
-"""Comparisons by `is` with the classes of modules are found in the instructions, and no others."""
+"""Classes of modules that are subclasses of the user's: comparisons by `is` are found, and attributes set on the user's class."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import pickle
 from typing import Any, ClassVar
 
 import pytest
@@ -156,3 +159,55 @@ def test_a_users_metaclass_is_kept() -> None:
     assert isinstance(type(kind), type)
     assert isinstance(kind, Registered)
     assert kind == Layer
+
+
+class Tallied(nn.Module):
+    """A block that counts the calls of all blocks of its class in an attribute that the first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls = getattr(type(self), "calls", 0) + 1  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.tanh(self.lin(x)) * (1 + 0.1 * type(self).calls)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_class_counts_the_calls_of_all_of_its_layers(kind: str) -> None:
+    # Each layer had a class of its own, and with it a counter of its own.
+    def train(line: str) -> list[float]:
+        if hasattr(Tallied, "calls"):
+            del Tallied.calls
+        torch.manual_seed(0)
+        module = nn.Sequential(Tallied(), Tallied(), nn.Linear(6, 3)).double()
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        model = mw.apply_plan(module, line, loss_fn=lambda out, batch: out.square().mean(), optimizer=sgd, seed=0)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        losses = [model.step((x, None)).loss for _ in range(4)]
+        model.close()
+        return losses
+
+    assert train(f"single,recompute={kind}") == pytest.approx(train("single"), rel=1e-12)
+    assert vars(Tallied)["calls"] == 8
+
+
+def test_a_module_of_a_part_is_not_pickled_and_says_how_to_save_it() -> None:
+    # pickle's own words were that the class is not the same object.
+    layer = Block(2, 2)
+    layer.__class__ = with_forward(Block, lambda self, x: x)
+    with pytest.raises(mw.ApplyError, match="would not be the model's") as refused:
+        pickle.dumps(nn.Sequential(layer))
+    assert "model.full_state_dict()" in str(refused.value)
+    assert type(copy.deepcopy(layer)) is type(layer)
+
+
+def test_a_module_that_recompute_repeats_is_pickled_as_one_of_its_own_class() -> None:
+    layer = Block(2, 2)
+    layer.__class__ = with_forward(Block, lambda self, x: x, is_whole=True)
+    found = pickle.loads(pickle.dumps(layer))
+    assert type(found) is Block
+    assert torch.equal(found.weight, layer.weight)
+    layer.__class__ = with_forward(with_forward(Block, lambda self, x: x), lambda self, x: x, is_whole=True)
+    with pytest.raises(mw.ApplyError, match="would not be the model's"):
+        pickle.dumps(layer)

@@ -183,3 +183,22 @@ def test_code_that_makes_class_attributes_is_not_taken_for_code_without_state() 
     """Recompute watched no such layer, and its repetition counted once more."""
     assert not Outside(Tallied()).is_empty
     assert Outside(nn.Dropout()).is_empty
+
+
+class ByComputedName(nn.Module):
+    """Counts in an attribute of its class whose name it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = "of_" + type(self).__name__
+        setattr(type(self), name, getattr(type(self), name, 0) + 1)
+        return x * getattr(type(self), name)
+
+
+def test_class_attributes_of_computed_names_are_put_back() -> None:
+    module, x = ByComputedName(), torch.ones(1)
+    outside = Outside(module)
+    for calls in (1, 2, 3):
+        moment = outside.take()
+        assert module(x).item() == calls
+        moment.restore()
+        assert module(x).item() == calls

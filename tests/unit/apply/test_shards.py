@@ -138,6 +138,18 @@ def test_a_gradient_that_is_elsewhere_is_no_missing_one(switch: ShardSwitch) -> 
     assert one.grad is None
 
 
+def test_a_parameter_made_of_a_parameter_is_refused_with_its_cause(switch: ShardSwitch) -> None:
+    # As parametrizations do, with torch's words about detach() else.
+    part, whole = nn.Parameter(torch.rand(4, 3)), nn.Parameter(torch.rand(3, 3))
+    held = facts(switch, "whole", 2, values="whole", is_cut=False, gradient_is_elsewhere=lambda: True)
+    switch.adopt([(part, facts(switch, "part", 1)), (whole, held)])
+    switch.begin()
+    for parameter in (part, whole):
+        with pytest.raises(mw.ApplyError, match="register parametrizations before apply_plan"):
+            nn.Parameter(parameter)
+    assert torch.equal(nn.Parameter(whole.detach().clone()), whole)
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_terms_of_a_sum_go_through_linear_functions_alone(switch: ShardSwitch, *, is_cut: bool) -> None:
     term = as_shard(torch.rand(4, 3), facts(switch, "one", 1, values="share", is_cut=is_cut))

@@ -151,6 +151,21 @@ class ForSome(Base):
         return self.layer(x) + torch.stack(noise).unsqueeze(1)
 
 
+class Permuted(Base):
+    """Adds to each sample another one, by chance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + x[torch.randperm(len(x))])
+
+
+class Antithetic(Base):
+    """Draws for one sample more than half of them, and takes the opposite for the others: two samples do not show it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.randint(0, 100, (len(x) // 2 + 1,))
+        return self.layer(x) * (1 + torch.cat([drawn, 99 - drawn])[: len(x), None, None])
+
+
 class Flattened(Base):
     """Gives flattened sequences beside one row for each sample."""
 
@@ -175,11 +190,11 @@ def _dropped(outputs: Tensor, _: Any) -> Tensor:
 
 
 def _train(
-    kind: type[nn.Module], line: str, loss: Any = _mean, *, batches: Sequence[Tensor] | None = None
+    kind: type[nn.Module], line: str, loss: Any = _mean, *, batches: Sequence[Tensor] | None = None, seed: int = 3
 ) -> tuple[list[float], tuple[str, ...]]:
     batch = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    model = mw.apply_plan(functools.partial(_build, kind), line, loss_fn=loss, optimizer=sgd, seed=3)
+    model = mw.apply_plan(functools.partial(_build, kind), line, loss_fn=loss, optimizer=sgd, seed=seed)
     losses = [model.step((inputs, None)).loss for inputs in batches or [batch, batch]]
     model.close()
     return losses, model.plan.reasons
@@ -224,6 +239,15 @@ def test_a_loop_in_the_order_of_values_is_told_where_the_first_batch_is_in_that_
     first[:, 0, 0] = torch.arange(SAMPLES)
     reasons = _train(ByValue, "micro_batches=3", batches=[first])[1]
     assert any("did not give the outputs of the whole" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("kind", [Permuted, Antithetic])
+def test_draws_that_two_samples_show_by_chance_alone_are_told(kind: type[nn.Module]) -> None:
+    # A permutation of two is none half of the time.
+    for seed in range(3):
+        first = torch.randn(6, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        reasons = _train(kind, "micro_batches=3", batches=[first], seed=seed)[1]
+        assert any("did not give the outputs of the whole" in reason for reason in reasons)
 
 
 def test_a_loop_that_leaves_samples_out_later_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.tolerances import FLOAT64
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.run.losses.drawn import judge_drawn_loss
 
 SAMPLES, WIDTH = 6, 3
 
@@ -61,9 +63,9 @@ def _turned(outputs: Tensor, batch: Any) -> Tensor:
     return (outputs.transpose(0, 1) - batch[1]).square().mean()
 
 
-def _part_total(outputs: Tensor, batch: Any) -> Tensor:
+def _part_total(outputs: Tensor, batch: Any, weight: float = 0.1) -> Tensor:
     """A mean of squares and a sum of something else, as in a VAE that sums one of its two terms."""
-    return (outputs - batch[1]).square().mean() + 0.1 * outputs.square().sum()
+    return (outputs - batch[1]).square().mean() + weight * outputs.square().sum()
 
 
 def _weighed(outputs: Tensor, batch: Any) -> mw.Loss:
@@ -75,10 +77,11 @@ def _build(kind: type[nn.Module]) -> nn.Module:
     return kind().double()
 
 
-def _losses(kind: type[nn.Module], line: str, loss: Any) -> list[float]:
-    inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def _losses(kind: type[nn.Module], line: str, loss: Any, dtype: torch.dtype = torch.float64) -> list[float]:
+    drawn = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs, targets = drawn.to(dtype)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    with mw.apply_plan(functools.partial(_build, kind), line, loss_fn=loss, optimizer=sgd, seed=3) as model:
+    with mw.apply_plan(lambda: _build(kind).to(dtype), line, loss_fn=loss, optimizer=sgd, seed=3) as model:
         return [model.step((inputs, targets)).loss for _ in range(3)]
 
 
@@ -102,11 +105,21 @@ def test_a_sparse_buffer_is_refused_by_name(line: str) -> None:
     assert "to_dense" in str(refused.value)
 
 
-def test_one_summed_term_of_a_model_that_always_draws_is_refused() -> None:
-    """It trained with half of that term's gradient, and the reasons said that nothing could be tried."""
+@pytest.mark.parametrize(("weight", "dtype"), [(0.1, torch.float64), (1e-5, torch.float64), (1e-4, torch.float32)])
+def test_one_summed_term_of_a_model_that_always_draws_is_refused(weight: float, dtype: torch.dtype) -> None:
+    """It trained with half of that term's gradient; with a small weight, as of a VAE's, nothing was said of it."""
+    loss = functools.partial(_part_total, weight=weight)
     with pytest.raises(mw.ApplyError, match="not a mean over samples: with the same random numbers") as refused:
-        _losses(Drawing, "micro_batches=2", _part_total)
+        _losses(Drawing, "micro_batches=2", loss, dtype)
     assert "meshwright.Loss(sum, weight)" in str(refused.value)
+
+
+def test_a_difference_that_may_be_a_smaller_term_yet_stays_untried() -> None:
+    rule: Any = SimpleNamespace(untried="untried", reasons=("untried",), is_given=True, refuses=True)
+    judge_drawn_loss(rule, [[1.0, [[1.0, 1], [1.00002, 1]], 4e-6, 1e-4]])
+    assert rule.reasons == ("untried",)
+    judge_drawn_loss(rule, [[1.0, [[1.0, 1], [1.000002, 1]], 4e-6, 1e-4]])
+    assert not rule.reasons
 
 
 @pytest.mark.parametrize("loss", [_mean, _weighed])

@@ -7,20 +7,30 @@ code that uses it is refused (`apply/state/class_identity.py`).
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from meshwright.errors import ApplyError
+
 __all__: list[str] = []
 
 _USERS = "_meshwright_users_class"
+_PICKLES = "_meshwright_pickles_as_users"
 
 
-def with_forward(original: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass with another forward, for a module's `__class__`."""
-    return subclass_with(original, {"forward": forward})
+def with_forward(original: type[nn.Module], forward: Callable[..., Any], *, is_whole: bool = False) -> type[nn.Module]:
+    """Return a subclass with another forward, for a module's `__class__`.
+
+    Args:
+        original: Its class.
+        forward: The forward.
+        is_whole: Whether such a module has all that one device has, so that it may be pickled as one of the user's class.
+    """
+    return subclass_with(original, {"forward": forward, _PICKLES: is_whole and _is_pickled_as_users(original)})
 
 
 def subclass_with(original: type[Any], members: Mapping[str, Any]) -> type[Any]:
@@ -69,4 +79,27 @@ def _metaclass(plain: Any) -> Any:
         "__subclasscheck__": has_subclass,
         _USERS: plain,
     }
-    return type(plain)(plain.__name__, (plain,), members)
+    made = type(plain)(plain.__name__, (plain,), members)
+    copyreg.pickle(made, _reduce_class)  # copies do not ask it: they take a class for itself
+    return made
+
+
+def _is_pickled_as_users(kind: type[Any]) -> bool:
+    return users_class(kind) is kind or vars(kind).get(_PICKLES, False)
+
+
+def _reduce_class(kind: Any) -> Any:
+    """Pickle a class that was made here as the user's.
+
+    Raises:
+        ApplyError: Modules of it have what one rank has.
+    """
+    users = users_class(kind)
+    if users is kind:
+        return kind.__qualname__  # pickle's own way
+    if not _is_pickled_as_users(kind):
+        raise ApplyError(
+            f"a pickle of a {kind.__name__} would not be the model's: the plan cuts its layers, and a rank has a part",
+            fix="save model.full_state_dict(); or pickle it inside `with model.whole_parameters():`, which every rank enters",
+        )
+    return users_class, (users,)

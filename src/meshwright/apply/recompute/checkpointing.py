@@ -167,7 +167,7 @@ def _recomputed(original: type[nn.Module], owner: Recompute, *, keeps: bool) -> 
         finally:
             _under_way.owners.pop()
 
-    recomputed = with_forward(original, forward)
+    recomputed = with_forward(original, forward, is_whole=True)
     setattr(recomputed, _MADE_OF, (original, functools.partial(_recomputed, owner=owner, keeps=keeps)))
     return recomputed
 
@@ -317,4 +317,13 @@ def _put_back(elsewhere: Elsewhere, state: PythonState | None) -> None:
 def _run(original: type[nn.Module], owner: Recompute, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if owner.before is not None:
         owner.before(layer)
-    return original.forward(layer, *args, **kwargs)
+    made = type(layer)
+    if torch.compiler.is_compiling() or made is original:
+        return original.forward(layer, *args, **kwargs)
+    # What code sets on `type(self)` belongs to the class of all such layers, whose state a repetition puts back.
+    layer.__class__ = original
+    try:
+        return original.forward(layer, *args, **kwargs)
+    finally:
+        if type(layer) is original:  # a forward may give it another class
+            layer.__class__ = made

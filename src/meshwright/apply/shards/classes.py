@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Final, NoReturn, cast
 
 import torch
@@ -37,6 +39,11 @@ class ShardTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _ShardCall(func, args, kwargs or {}).run()
+
+    def detach(self) -> Tensor:
+        """Detach it from its graph; refused for a parameter made of a parameter."""
+        _refuse_new_parameter(self, sys._getframe(1))
+        return super().detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made = as_shard(self.detach().clone(), facts_of(self)).requires_grad_(self.requires_grad)
@@ -99,12 +106,30 @@ def whole_class(plain: type[Tensor]) -> type[Tensor]:
         _PLAIN: plain,
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
+        "detach": _detach_whole,
         "grad": property(read_gradient, write_gradient),
         "__deepcopy__": _copy_as_plain,
         "__reduce_ex__": _pickle_as_plain,
         "__torch_function__": nn.Parameter.__torch_function__,  # what is computed of one is plain; of a buffer, too
     }
     return type(plain.__name__, (plain,), members)
+
+
+def _detach_whole(self: Tensor) -> Tensor:
+    _refuse_new_parameter(self, sys._getframe(1))
+    return Tensor.detach(self)
+
+
+def _refuse_new_parameter(tensor: Tensor, caller: FrameType) -> None:
+    """Refuse `nn.Parameter(parameter)`, which torch refuses for such classes in words that name no cause."""
+    if caller.f_code is nn.Parameter.__new__.__code__:
+        facts = facts_of(tensor)
+        raise ApplyError(
+            f"nn.Parameter() of {facts.name} makes a parameter that nothing trains under the plan '{facts.moment.plan}', which "
+            "has laid out the parameters already: a parametrization that is registered later makes such ones",
+            fix="register parametrizations before apply_plan; copy values as nn.Parameter(parameter.detach().clone()), inside "
+            "`with model.whole_parameters():`",
+        )
 
 
 def _as_plain_class(tensor: Tensor, run: Callable[[], Any]) -> Any:

@@ -31,10 +31,24 @@ class Grown:
     def undo(self) -> None:
         """Take away what is new."""
         for kind, before in self._kinds:
-            for name in self._names & (vars(kind).keys() - before) if len(vars(kind)) > len(before) else ():
+            new = vars(kind).keys() - before if len(vars(kind)) > len(before) else set[str]()
+            for name in attributes_among(new, self._names):
                 delattr(kind, name)
         for function in self._functions:
             function.__dict__.clear()
+
+
+def attributes_among(present: Set[str], names: Set[str]) -> set[str]:
+    """Return those attributes of a class that code may set which looks up these names; with `setattr`, any.
+
+    >>> sorted(attributes_among({"__doc__", "calls", "other"}, {"calls", "append"}))
+    ['calls']
+    >>> sorted(attributes_among({"__doc__", "calls", "other"}, {"setattr"}))
+    ['calls', 'other']
+    """
+    if "setattr" in names:  # whose names may be computed
+        return {name for name in present if not name.startswith("__")}
+    return {*names} & present
 
 
 @functools.lru_cache(maxsize=4096)

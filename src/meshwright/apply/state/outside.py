@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.apply.state.attributes import OF_TORCH, may_change
 from meshwright.apply.state.elsewhere import Elsewhere, value_in
 from meshwright.apply.state.generators import draws_globally, is_generator, read_generator
-from meshwright.apply.state.grown import Grown, makes_attributes
+from meshwright.apply.state.grown import Grown, attributes_among, makes_attributes
 from meshwright.apply.state.libraries import Home
 from meshwright.apply.state.slots import read_slots
 
@@ -123,7 +123,7 @@ class Outside:
     def _find_class_attributes(self) -> None:
         """Note the class attributes that code names, wherever it is; some are there only once it has run."""
         for kind in self._classes:
-            for name in self._names & vars(kind).keys():
+            for name in attributes_among(vars(kind).keys(), self._names):
                 if not isinstance(vars(kind)[name], (types.FunctionType, property, classmethod, staticmethod)):
                     self._slot(_OfClass(kind), name, f"{kind.__name__}.{name}", kind)
 

@@ -23,6 +23,17 @@ _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict
 _TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 
+class _Apart:
+    """Draws of this process from streams that leave the generators as they were."""
+
+    num = 0
+
+
+def note_draw_apart() -> None:
+    """Take note that code has drawn from a stream of its own, after which the generators are put back: between stages' layers."""
+    _Apart.num += 1
+
+
 class GeneratorStates:
     """The state of every generator that a model or its loss may draw from.
 
@@ -35,9 +46,12 @@ class GeneratorStates:
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._python = PythonState()
+        self._num_apart = _Apart.num
 
     def have_moved(self) -> bool:
-        """Tell whether any of them has drawn a number since."""
+        """Tell whether any of them has drawn a number since, or a stream that stood in its place."""
+        if self._num_apart != _Apart.num:
+            return True
         if self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device)):
             return True
         return not torch.equal(self._torch, torch.get_rng_state()) or self._python.has_moved()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,56 @@ _RESHAPES: Final = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 _UNFLATTENS: Final = {torch.Tensor.unflatten, torch.unflatten}
 _SPLITS: Final = {torch.Tensor.split, torch.split}
 _EXPANDS: Final = {torch.Tensor.expand}
+
+
+def numbers_compared(func: Callable[..., Any], args: Sequence[Any], kwargs: Any, given: Collection[int]) -> list[int]:
+    """Return the numbers by which a call of the whole model would be translated or left, as `Resizing` compares them.
+
+    Where such a number follows from a size of the batch, another batch may be translated in another way.
+
+    Args:
+        func: The called function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        given: Sizes of the scope's arguments. Leading dims of these sizes, which a reshape keeps, are not compared.
+    """
+    if not args or not isinstance(args[0], Tensor):
+        return []
+    tensor, *rest = args
+    if func in _RESHAPES and not kwargs:
+        sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+        pairs = zip(sizes, tensor.shape, strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1] and pair[0] in given, pairs))
+        return [*_ints(sizes[kept:]), math.prod(tensor.shape[kept:])]
+    if func in _UNFLATTENS and len(rest) > 1 and isinstance(rest[1], (tuple, list)):
+        return [*_ints(rest[1]), tensor.shape[rest[0]]]
+    if func in _SPLITS and rest:
+        sizes = rest[0] if isinstance(rest[0], (tuple, list)) else [rest[0]]
+        return [*_ints(sizes), tensor.shape[kwargs.get("dim", rest[1] if len(rest) > 1 else 0)]]
+    if func is torch.Tensor.__getitem__:
+        return _bounds_compared(tensor, rest[0])
+    return []
+
+
+def _ints(sizes: Sequence[Any]) -> list[int]:
+    return [int(size) for size in sizes if isinstance(size, int)]
+
+
+def _bounds_compared(tensor: Tensor, index: Any) -> list[int]:
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(item is Ellipsis or isinstance(item, slice) for item in items):
+        return []
+    lead = tensor.dim() - sum(item is not Ellipsis for item in items)
+    found: list[int] = []
+    dim = 0
+    for item in items:
+        if item is Ellipsis:
+            dim += lead
+            continue
+        bounds = [bound for bound in _ints([item.start, item.stop]) if bound > 0]
+        found += [*bounds, tensor.shape[dim]] if bounds else []
+        dim += 1
+    return found
 
 
 class Resizing(TorchFunctionMode):

@@ -257,6 +257,11 @@ class TensorLayout(Value):
         return {name: (region, cut) for region in self.regions for name, cut in region.cuts.items()}
 
     @property
+    def resizes(self) -> bool:
+        """Whether a region translates sizes that code gives to shards' (`sizes.py`)."""
+        return any(region.resizes for region in self.regions)
+
+    @property
     def partial(self) -> set[str]:
         """FQNs of the parameters that every rank has whole, and whose gradients have to be summed."""
         return {name for part in (*self.regions, *self.chains) for name in part.partial}

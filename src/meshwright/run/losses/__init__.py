@@ -3,6 +3,7 @@
 loss         Loss, and how a loss is read
 weights      what a mean counts: samples or labels
 settle       the decision on the first batch
+enough       samples of a share that trials take
 trials       trial forwards that show what a loss is a mean over
 trial_runs   trials run on one rank, or on all that a forward takes
 trial_watch  what one trial's code reads and ignores

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.apply.randomness.names import LOSS
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
+from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossRule
 
 __all__: list[str] = []
 
 Tried = list[Any] | None
-"""The loss of a share, and (loss, samples) of each of its parts; None where that shows nothing."""
+"""The loss of a share, (loss, samples) of each of its parts, and the differences of `_differences`; None: nothing is shown."""
 
 _FINE = (torch.float64, torch.float32)
-_TOLERANCE = 1e-3
 
 
 class Drawn(Protocol):
@@ -41,10 +42,20 @@ def losses_of(whole: Drawn, pieces: Sequence[Drawn]) -> Tried:
     None for a loss that draws by itself, is not finite, or comes from coarse numbers.
     """
     draws = any(name == LOSS for name, _ in whole.notes)
-    is_fine = all(tensor.dtype in _FINE for tensor in whole.outputs if tensor.is_floating_point())
-    if draws or not is_fine or not all(math.isfinite(one.loss) for one in (whole, *pieces)):
+    dtypes = {tensor.dtype for tensor in whole.outputs if tensor.is_floating_point()}
+    if draws or not dtypes <= {*_FINE} or not all(math.isfinite(one.loss) for one in (whole, *pieces)):
         return None
-    return [whole.loss, [[piece.loss, piece.num_samples] for piece in pieces]]
+    return [whole.loss, [[piece.loss, piece.num_samples] for piece in pieces], *_differences(whole.outputs, dtypes)]
+
+
+def _differences(outputs: Sequence[Tensor], dtypes: Set[torch.dtype]) -> tuple[float, float]:
+    """Return the relative difference that roundings make at least, and that a loss which is a mean may have at most.
+
+    Between the two may be a small term that is a sum, and such a loss stays untried. On a GPU convolutions round to TF32.
+    """
+    if dtypes == {torch.float64}:
+        return 2e-7, 2e-6
+    return 4e-6, 1e-3 if any(tensor.is_cuda for tensor in outputs) else 1e-4
 
 
 class LearnsDraws(Protocol):
@@ -57,13 +68,13 @@ class LearnsDraws(Protocol):
         ...
 
 
-def learn_draws(draws: LearnsDraws, rule: LossRule, share: Any, splitter: Any, term: Any) -> None:
+def learn_draws(draws: LearnsDraws, rule: LossRule, parts: Sequence[Any], splitter: BatchSplitter, term: Any) -> None:
     """Find the sample dims of draws, and judge a loss that could not be tried without them; every rank calls it.
 
     Raises:
         ApplyError: On every rank: the loss is no mean over samples.
     """
-    draws.learn(share, splitter, term)
+    draws.learn(enough_samples(parts, splitter), splitter, term)
     judge_drawn_loss(rule, draws.losses)
 
 
@@ -75,12 +86,15 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
     """
     if not (rule.untried and rule.is_given and rule.refuses):
         return
-    for whole, parts in [tried for tried in told if tried is not None]:
+    is_shown = bool(told) and None not in told
+    for whole, parts, least, most in [tried for tried in told if tried is not None]:
         largest = max(abs(value) for value in (whole, *(loss for loss, _ in parts)))
         mean = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
-        if abs(mean - whole) <= _TOLERANCE * largest:
+        gap = abs(mean - whole)
+        if gap <= most * largest:
+            is_shown = is_shown and gap <= least * largest
             continue
-        is_total = abs(sum(loss for loss, _ in parts) - whole) <= _TOLERANCE * largest
+        is_total = abs(sum(loss for loss, _ in parts) - whole) <= most * largest
         values = ", ".join(f"{loss:.6g}" for loss, _ in parts)
         sizes = ", ".join(str(count) for _, count in parts)
         kind = "a sum over samples, not their mean" if is_total else "not a mean over samples"
@@ -91,5 +105,5 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
             if is_total
             else "take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
         )
-    if told and None not in told:
+    if is_shown:
         rule.reasons = tuple(reason for reason in rule.reasons if reason != rule.untried)

@@ -17,10 +17,11 @@ from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
+from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import own_generator_error, refusal_of
-from meshwright.run.losses.trials import DRAWS, Evidence, examine, join_samples, second_sample
+from meshwright.run.losses.trials import DRAWS, Evidence, examine
 from meshwright.run.losses.weights import Counted, Guard
 from meshwright.trees import move_to, tensors_in
 
@@ -247,17 +248,6 @@ def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequen
 
 def _uncompiled(module: nn.Module) -> nn.Module:
     return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
-
-
-def enough_samples(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
-    """Return at least two samples of this rank's share, or None."""
-    if not parts:
-        return None
-    if splitter.count(parts[0]) >= _FEW:
-        return parts[0]
-    if not splitter.splits_by_row:
-        return None
-    return join_samples(parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])])
 
 
 # -- the decision ---------------------------------------------------------------------------------------------------------

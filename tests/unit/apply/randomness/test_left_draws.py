@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +12,7 @@ from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.sites import ForwardDraws, StepDraws, draws_by_place, in_forward, in_step
+from meshwright.apply.state.undisturbed import GeneratorStates
 from meshwright.apply.tensor.masks import NotedDropout
 
 
@@ -40,3 +44,19 @@ def test_stages_share_a_stream_between_layers_where_torch_draws() -> None:
             found.append(torch.rand(2))
     assert torch.equal(*found)
     assert set(told) == {"left"}
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_trials_notice_draws_between_layers_though_the_generator_is_put_back(apart: bool) -> None:
+    # Else a model that draws there in eval mode, too, was refused as one that mixes samples.
+    draws = Draws(3, torch.device("cpu"), apart=apart)
+    draws.begin_step()
+
+    def has_drawn(func: Any) -> bool:
+        states = GeneratorStates(torch.device("cpu"))
+        with draws.between_layers(0, 0):
+            draws.call(func, (2,), {})
+        return states.have_moved()
+
+    assert not has_drawn(torch.ones)
+    assert has_drawn(torch.rand)

@@ -140,3 +140,26 @@ def test_a_size_that_another_mode_reads_counts_where_both_call_the_same() -> Non
     layer.train()
     assert LENGTH not in first.sizes
     assert LENGTH in Experiment(layer, call, 2).asks(None, first.followed).sizes
+
+
+RESIZED: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
+    "heads and widths": (lambda _, x: x.view(*x.shape[:2], HEADS, -1).flatten(2).split(WIDTH // 2, 2)[0].mean(), False),
+    "a slice of widths": (lambda _, x: x[..., :4].sum(), False),
+    "a last token": (lambda _, x: x[:, -1:], False),
+    "at most so many tokens": (lambda _, x: x[:, :4].sum(), True),
+    "a table by length": (lambda layer, x: layer.qkv.weight[: x.shape[1], :WIDTH], True),
+    "chunks of time": (lambda _, x: x.split(4, dim=1)[0].sum(), True),
+    "time behind an open dim": (lambda _, x: x.sum(2).view(-1, x.shape[1]), True),
+    "time by itself": (lambda _, x: x.unflatten(1, (x.shape[1], 1)).squeeze(2), True),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_length_counts_by_which_sizes_would_be_translated(name: str) -> None:
+    # A length that is a multiple of the units by chance would be taken for a width, and cut.
+    function, counts = RESIZED[name]
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH).double().requires_grad_()
+    experiment = Experiment(Layer(lambda layer, x: function(layer, x).sum()).double(), Call(args=(x,), kwargs={}), 2)
+    assert (LENGTH in experiment.asks(resizes=True).sizes) is counts
+    assert name == "chunks of time" or LENGTH not in experiment.asks().sizes  # as many results

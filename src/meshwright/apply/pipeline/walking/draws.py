@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.apply.randomness.sites import draws_by_place
+from meshwright.apply.state.undisturbed import note_draw_apart
 from meshwright.python_state import PythonState
 
 __all__: list[str] = []
@@ -71,10 +72,12 @@ class Draws:
             torch.manual_seed(self._seed)
         else:
             self._set_torch(self._common)
+        start = self._read_torch()
         try:
             return func(*args, **kwargs)
         finally:
             self._common = self._read_torch()
+            self._note_drawn(start, self._common)
             self._set_torch(own)
 
     @property
@@ -95,6 +98,7 @@ class Draws:
         if self._has_streams:
             self._own = self._read_torch()
             torch.manual_seed(self._seed)
+        start = self._read_torch() if self._own is not None else None
         if self.python:
             self._python_at.get(stage, self._python_at[None]).restore()
         try:
@@ -103,6 +107,7 @@ class Draws:
             if self.python:
                 self._python_at[stage] = PythonState()
             if self._own is not None:
+                self._note_drawn(start, self._read_torch())
                 self._set_torch(self._own)
                 self._own = None
 
@@ -115,6 +120,11 @@ class Draws:
         finally:
             self._own = self._read_torch()
             self._set_torch(common)
+
+    def _note_drawn(self, before: Any, after: Any) -> None:
+        """Let trials know of numbers that the generators, which are put back, do not show."""
+        if any(one is not None and not torch.equal(one, other) for one, other in zip(before, after, strict=True)):
+            note_draw_apart()
 
     def _read_torch(self) -> Any:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None

@@ -3,7 +3,8 @@
 *Sizes.* Sizes of arguments are followed into every number that derives from them. `asked_sizes.py` notices where code uses such a
 number for anything but the size of a tensor. Runs with one size changed show which inner sizes derive from it: those that change;
 heads, their width or a vocabulary do not. A size counts as read if it cannot be changed alone, or if changing it changes the
-called functions.
+called functions. So it does where a translation of sizes to shards' goes by a number that derives from it (`sizes.py`): a length
+that is a width by chance would be translated as one.
 
 *Values.* Reads by code (`item()`, `bool()`, `int()`) are followed for arguments without gradient, for buffers, and for tensors
 computed from those alone: a flag, a counter, a mask's `all()`. Tensors made from sizes alone (`arange(x.shape[1])`) count as
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.guards.asked_sizes import AskedSize, origins_in, plain_sizes
+from meshwright.apply.tensor.sizes import numbers_compared
 from meshwright.apply.tensor.types.typed_run import READS, is_torchs_own, name_of
 from meshwright.trees import tensors_in
 
@@ -49,15 +51,24 @@ Run = Callable[[nn.Module, Any, TorchFunctionMode], list[Tensor]]
 
 
 class _Watched(TorchFunctionMode):
-    """Records each function called inside the context, and the sizes and counts that it returns."""
+    """Records each function called inside the context, and the sizes and counts that it returns.
 
-    def __init__(self) -> None:
+    Args:
+        resized: Sizes of the arguments, where sizes that code gives are translated to shards' (`sizes.py`): before such a call
+            the numbers are recorded by which it is translated. None where nothing is.
+    """
+
+    def __init__(self, resized: Collection[int] | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
+        self._resized = resized
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._resized is not None:
+            numbers = numbers_compared(func, args, kwargs or {}, self._resized)
+            self.events += [(numbers_compared, tuple(numbers))] if numbers else []
         result = func(*args, **(kwargs or {}))
         self.events.append((func, _sizes_given(func, result)))
         return result
@@ -80,12 +91,19 @@ class Asked(_Watched):
         origins: For each called function, and each size that it returns, the argument sizes from which that derives; None where
             that is not known, and equal sizes are taken for the same.
         expected: The functions that are called.
+        resizes: Whether sizes are translated to shards'.
     """
 
     def __init__(
-        self, module: nn.Module, arguments: Any, *, origins: list[list[frozenset[int]]] | None, expected: list[Event]
+        self,
+        module: nn.Module,
+        arguments: Any,
+        *,
+        origins: list[list[frozenset[int]]] | None,
+        expected: list[Event],
+        resizes: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(sizes_of(arguments) if resizes else None)
         self.sizes: set[int] = set()
         """The sizes of arguments whose value it has taken."""
         self.values = 0
@@ -180,17 +198,20 @@ class Followed:
     """The argument sizes that each inner size derives from; None where the called functions depend on values."""
 
 
-def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None = None) -> Asked:
+def ask(
+    run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None = None, *, resizes: bool = False
+) -> Asked:
     """Return the sizes and values that the code of a call reads.
 
     Args:
         run: Runs a module with its (args, kwargs) inside a mode, and returns its tensors.
         fresh: Returns a copy of the module, and of its arguments.
         earlier: What such runs have shown in another mode. It holds where the same functions give the same sizes.
+        resizes: Whether sizes that the code gives are translated to shards'. Then those count that decide how.
     """
     module, inputs = fresh()
-    followed = _follow_sizes(run, fresh, earlier)
-    asked = Asked(module, inputs, origins=followed.origins, expected=followed.expected)
+    followed = _follow_sizes(run, fresh, earlier, resizes=resizes)
+    asked = Asked(module, inputs, origins=followed.origins, expected=followed.expected, resizes=resizes)
     try:
         run(module, inputs, asked)
     except Exception:  # noqa: BLE001 - whatever code raises that takes a size for an int
@@ -200,22 +221,26 @@ def ask(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed 
     return asked
 
 
-def _follow_sizes(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None) -> Followed:
-    expected = _events(run, *fresh()) or []
+def _follow_sizes(
+    run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None, *, resizes: bool = False
+) -> Followed:
+    expected = _events(run, *fresh(), resizes=resizes) or []
     if earlier is not None and expected and expected == earlier.expected:
         return earlier
     module, inputs = fresh()
-    drawn = _events(run, module, map_call(inputs, _other_numbers))
+    own = sorted(size for size in sizes_of(inputs) if size > 1)
+    drawn = _events(run, module, map_call(inputs, _other_numbers), resizes=resizes)
     if drawn is None or [func for func, _ in drawn] != [func for func, _ in expected]:
-        return Followed(expected, set(), None)
+        return Followed(expected, set(own) if resizes else set(), None)
     found: list[list[frozenset[int]]] = [[frozenset() for _ in sizes] for _, sizes in expected]
     counts: set[int] = set()
-    own = sorted(size for size in sizes_of(inputs) if size > 1)
     for size in own if len(own) <= _MAX_SIZES else []:
-        changed = _with_another(run, fresh, size)
+        changed = _with_another(run, fresh, size, resizes=resizes)
         if changed is None or [func for func, _ in changed] != [func for func, _ in expected]:
             counts.add(size)
             continue
+        if any(one != two for one, two in zip(expected, changed, strict=True) if one[0] is numbers_compared):
+            counts.add(size)
         for place, ((_, mine), (_, other), (_, noise)) in enumerate(zip(expected, changed, drawn, strict=True)):
             for index, triple in enumerate(zip(mine, other, noise, strict=False)):
                 if triple[0] != triple[1] and triple[0] == triple[2]:
@@ -229,18 +254,21 @@ def functions_called(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> li
     return None if events is None else [func for func, _ in events]
 
 
-def _with_another(run: Run, fresh: Callable[[], tuple[nn.Module, Any]], size: int) -> list[Event] | None:
+def _with_another(
+    run: Run, fresh: Callable[[], tuple[nn.Module, Any]], size: int, *, resizes: bool
+) -> list[Event] | None:
     """Return the functions called with one argument size changed: twice as large, or else smaller by one."""
     for other in (2 * size, size - 1):
         module, inputs = fresh()
-        events = _events(run, module, map_call(inputs, lambda tensor, other=other: _resized(tensor, size, other)))
+        given = map_call(inputs, lambda tensor, other=other: _resized(tensor, size, other))
+        events = _events(run, module, given, resizes=resizes)
         if events is not None:
             return events
     return None
 
 
-def _events(run: Run, module: nn.Module, inputs: Any) -> list[Event] | None:
-    watched = _Watched()
+def _events(run: Run, module: nn.Module, inputs: Any, *, resizes: bool = False) -> list[Event] | None:
+    watched = _Watched(sizes_of(inputs) if resizes else None)
     try:
         run(module, inputs, watched)
     except Exception:  # noqa: BLE001 - whatever code raises for a size that it is not made for

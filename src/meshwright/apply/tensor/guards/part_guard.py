@@ -232,7 +232,7 @@ class Guard:
             experiment = Experiment(self._template, call, self._group.size)
             for layout in self._layouts():
                 self._check(experiment, layout)
-            asked = experiment.asks()
+            asked = experiment.asks(resizes=self._layout.resizes)
             return "", asked.sizes, asked.values, asked.is_same
         except DisprovedError as error:
             return error.message, sizes, 2, True

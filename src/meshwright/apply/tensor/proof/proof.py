@@ -178,12 +178,13 @@ class Experiment:
                 return Outcome(outputs=outputs, input_gradients=[], gradients={}, left=left), record
             return self._backward(module, inputs, outputs, self._cotangents, left), record
 
-    def asks(self, few: Experiment | None = None, earlier: Followed | None = None) -> Asked:
+    def asks(self, few: Experiment | None = None, earlier: Followed | None = None, *, resizes: bool = False) -> Asked:
         """Return the sizes and values that this call's code reads, and whether it does the same without gradients.
 
         Args:
             few: The same call with fewer rows. It is asked in this one's place where its code calls the same functions.
             earlier: What was found of its sizes in another mode.
+            resizes: Whether a region in it translates sizes to shards'.
         """
 
         def run(module: nn.Module, inputs: Any, mode: Any, gradients: bool | None = None) -> list[Tensor]:
@@ -192,12 +193,12 @@ class Experiment:
 
         called = None if few is None else functions_called(run, few._fresh)
         if few is not None and called is not None and called == functions_called(run, self._fresh):
-            asked = ask(run, few._fresh, earlier)
+            asked = ask(run, few._fresh, earlier, resizes=resizes)
             pairs = zip(tensors_in(few._inputs), tensors_in(self._inputs), strict=True)
             rows = {size: own for tensors in pairs for size, own in zip(*(t.shape for t in tensors), strict=True)}
             asked.sizes = {rows[size] for size in asked.sizes}
         else:
-            asked = ask(run, self._fresh, earlier)
+            asked = ask(run, self._fresh, earlier, resizes=resizes)
         # As it is called; if that is with gradients, also without.
         without = run(*self._fresh(), contextlib.nullcontext(), False if self._ambient[0] else None)
         pairs = zip(without, self.whole.outputs, strict=False)

@@ -39,8 +39,13 @@ class ProvenCalls:
         self._drawn = drawn
         self._followed: dict[tuple[str, int], Followed | None] = {}  # by part and place of the call
 
-    def of(self, name: str) -> tuple[str, ...]:
-        """Return digests of the structures and calls of a module under which its cuts were proven (`conditions.py`)."""
+    def of(self, name: str, *, resizes: bool = False) -> tuple[str, ...]:
+        """Return digests of the structures and calls of a module under which its cuts were proven (`part_guard.py`).
+
+        Args:
+            name: The module.
+            resizes: Whether a region in it translates sizes to shards'.
+        """
         self._proving.check_deadline()
         module = self._model.get_submodule(name)
         flags = [child.training for child in module.modules()]
@@ -54,7 +59,7 @@ class ProvenCalls:
                 continue  # the traced modes, already done
             structures.add(structure)
             for place, call in enumerate(self._trace.distinct.get(name, {}).values()):
-                kind, is_same = self._kind_of(name, call, place, tried=("asks", place, mode))
+                kind, is_same = self._kind_of(name, call, place, resizes=resizes, tried=("asks", place, mode, resizes))
                 found |= dict.fromkeys(
                     proven_digests(
                         structure,
@@ -69,13 +74,16 @@ class ProvenCalls:
             child.training = flag
         return tuple(found)
 
-    def _kind_of(self, name: str, call: Call, place: int, tried: tuple[Any, ...]) -> tuple[Kind, bool]:
+    def _kind_of(
+        self, name: str, call: Call, place: int, *, resizes: bool, tried: tuple[Any, ...]
+    ) -> tuple[Kind, bool]:
         """Return which sizes and values could run other code, and whether none do without gradients.
 
         Args:
             name: The module.
             call: Its call.
             place: Which one of its calls.
+            resizes: As for `of`.
             tried: Which call it is, and in which mode.
         """
         names = names_of_sizes(call.args, call.kwargs)
@@ -90,7 +98,7 @@ class ProvenCalls:
                 with reads.watched():
                     few = experiment_with_fewer_rows(own, given, self._num_tp_ranks, values, only_asks=True)
                     experiment = Experiment(own, given, self._num_tp_ranks, values=values, only_asks=True)
-                    asked = experiment.asks(few, self._followed.get((name, place)))
+                    asked = experiment.asks(few, self._followed.get((name, place)), resizes=resizes)
                     self._followed[name, place] = asked.followed
             except Exception:  # noqa: BLE001 - whatever the user's code raises; then everything counts
                 return (tuple(names.values()), 2), False

@@ -106,7 +106,9 @@ class Search:
             )
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole(), alone=self._alone())
         proven = ProvenCalls(self._trace, self._proving, self.num_tp_ranks, self._drawn)
-        return layout.replace(proven={name: proven.of(name) for name in layout.parts()})
+        return layout.replace(
+            proven={name: proven.of(name, resizes=part.resizes) for name, part in layout.parts().items()}
+        )
 
     def _by_wish(self, wish: str) -> list[int]:
         return [
