@@ -170,13 +170,13 @@ def write_parts(value: Any, parts: Any) -> None:
 
 
 def _write_entries(target: Any, parts: Any) -> None:
-    """Set the entries of a container that has others; one whose class refuses that (a frozen configuration) by its base's methods."""
+    """Set the entries of a container that has others; where its class refuses (a frozen configuration), by its base's methods."""
     if _ids_of(target) == _ids_of(parts):
         return
     try:
         target.clear()
         target.extend(parts) if isinstance(parts, list) else target.update(parts)
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever the class refuses with
         base = _base_of(target)
         base.clear(target)
         if isinstance(parts, list):
