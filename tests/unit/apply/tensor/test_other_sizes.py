@@ -86,3 +86,18 @@ def test_a_scope_around_most_of_the_model_is_given_up_sooner(monkeypatch: pytest
     torch.manual_seed(0)
     counts = _proofs(nn.Sequential(Around()), monkeypatch, torch.randn(3, 5, 16, dtype=torch.float64))
     assert ALWAYS_TRIED < counts["0"] <= regions.MAX_TRIALS_AROUND
+
+
+class Checked(Mixed):
+    """A pair whose code refuses a part of the width, whatever else is changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.q(x).shape[-1] != len(self.out.weight):
+            raise ValueError("the width is not the model's")
+        return super().forward(x)
+
+
+def test_a_scope_whose_ways_fail_for_one_reason_is_given_up_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    counts = _proofs(nn.Sequential(Checked(24, 4)), monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
+    assert ALWAYS_TRIED < counts["0"] <= regions.MOST_ALIKE + 2 < regions.MAX_TRIALS

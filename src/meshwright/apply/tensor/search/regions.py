@@ -6,6 +6,7 @@ blocks of one class may hold different activations, or use their own index; unle
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -37,6 +38,12 @@ MAX_TRIALS_AGAIN = 12
 
 MAX_TRIALS_AROUND = 30
 """The same for a scope with many layers that the pair is no part of, each of which every proof runs, or a mixed pair [count]."""
+
+MOST_ALIKE = 30
+"""Proofs of one region that fail for reasons that were there before, one after the other, before it is given up [count]."""
+
+MOST_ALIKE_AROUND = 12
+"""The same for such a scope [count]."""
 
 MANY_BESIDE = 12
 """More layers than these are many [count]."""
@@ -204,7 +211,16 @@ class Proving:
         surrounded: SurroundedError | None = None
         source = iter(tries)
         failed: list[tuple[Region, Difference]] = []
+        reasons, num_alike = set[Any](), 0
+        most_alike = MOST_ALIKE if most == MAX_TRIALS else MOST_ALIKE_AROUND
         for number in range(most):
+            num_alike, before = num_alike + 1, len(reasons)
+            if difference is not None:
+                reasons.add((difference.kind, _DIGITS.sub("", difference.text)))
+            if len(reasons) > before:
+                num_alike = 0
+            if num_alike > most_alike:  # changes that alter no reason do not address it
+                break
             if self._num_trials >= MAX_ALL_TRIALS:
                 return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
             try:
@@ -337,6 +353,9 @@ class Proving:
             if name in self._trace.calls:
                 self.prove(name, own)
         self._refuse_uses_elsewhere(region)
+
+
+_DIGITS = re.compile(r"\d+")
 
 
 def _where(path: tuple[str, ...]) -> str:
