@@ -355,7 +355,7 @@ class Proving:
         self._refuse_uses_elsewhere(region)
 
 
-_DIGITS = re.compile(r"\d+")
+_DIGITS = re.compile(r"\d[\d.e+-]*")
 
 
 def _where(path: tuple[str, ...]) -> str:
