@@ -349,8 +349,7 @@ def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyEr
         return ApplyError(
             f"the model's forward branches on values of its batch, and samples decide for one another: the loss is "
             f"{evidence.numbers} (rank {rank}), so that the parts which this plan takes do not give one device's loss",
-            fix="leave the batch whole: dp=1 and micro_batches=1 (tp and pp do); or return meshwright.Loss(sum, weight) from "
-            "loss_fn, where each part of a batch may decide by its own samples",
+            fix="use dp=1 and micro_batches=1; or return meshwright.Loss from loss_fn, where parts may decide for themselves",
         )
     return ApplyError(
         f"{whose} is not a mean over samples: it is {evidence.numbers} (rank {rank}), so that the parts which this plan "

@@ -19,7 +19,7 @@ from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
-from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError, in_words
+from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof, DisprovedError, in_words
 from meshwright.apply.tensor.search.deadline import Deadline
 from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
@@ -107,6 +107,29 @@ class _ScopeTrial:
                 ) from error
             self._made[is_narrow] = made
         return self._made[is_narrow]
+
+
+_NUMBER = re.compile(r"\d[\d.e+-]*")
+
+
+class _Reasons:
+    """Reasons why ways to cut a pair failed: changes that alter none do not address it.
+
+    Args:
+        most_alike: Failures for reasons that were there before, one after the other, which are borne [count].
+    """
+
+    def __init__(self, most_alike: int) -> None:
+        self._most_alike, self._num_alike = most_alike, 0
+        self._known: set[tuple[Disproof, str]] = set()
+
+    def are_new_enough(self, difference: Difference | None) -> bool:
+        """Take the reason of a failure, if there was one, and tell whether more ways are worth a try."""
+        before = len(self._known)
+        if difference is not None:
+            self._known.add((difference.kind, _NUMBER.sub("", difference.text)))
+        self._num_alike = self._num_alike + 1 if len(self._known) == before else 0
+        return self._num_alike <= self._most_alike
 
 
 class Proving:
@@ -211,15 +234,9 @@ class Proving:
         surrounded: SurroundedError | None = None
         source = iter(tries)
         failed: list[tuple[Region, Difference]] = []
-        reasons, num_alike = set[Any](), 0
-        most_alike = MOST_ALIKE if most == MAX_TRIALS else MOST_ALIKE_AROUND
+        reasons = _Reasons(MOST_ALIKE if most == MAX_TRIALS else MOST_ALIKE_AROUND)
         for number in range(most):
-            num_alike, before = num_alike + 1, len(reasons)
-            if difference is not None:
-                reasons.add((difference.kind, _DIGITS.sub("", difference.text)))
-            if len(reasons) > before:
-                num_alike = 0
-            if num_alike > most_alike:  # changes that alter no reason do not address it
+            if not reasons.are_new_enough(difference):
                 break
             if self._num_trials >= MAX_ALL_TRIALS:
                 return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
@@ -353,9 +370,6 @@ class Proving:
             if name in self._trace.calls:
                 self.prove(name, own)
         self._refuse_uses_elsewhere(region)
-
-
-_DIGITS = re.compile(r"\d[\d.e+-]*")
 
 
 def _where(path: tuple[str, ...]) -> str:
