@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright._torch_dispatch import draws_intercepted
 from meshwright._torch_private import FakeTensorMode
 from meshwright.apply.randomness.names import LOSS, Names
 from meshwright.apply.randomness.operators import _KERNELS, _OWN, install_operators
@@ -395,24 +394,3 @@ def test_modules_that_a_forward_makes_are_not_kept() -> None:
             run(torch.ones(N, WIDTH))
     assert all(reference() is None for reference in made)
     assert len(names._names) == 1, "the model's own"
-
-
-class Indexed(torch.autograd.Function):
-    """An entry at an index, by a function of the user's own: FlexAttention indexes masks so under vmap."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor) -> Tensor:
-        return x[index]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-
-def test_a_custom_function_under_vmap_passes_by() -> None:
-    install_operators()
-    x, index = torch.arange(5.0), torch.tensor([3, 1])
-    run = torch.vmap(lambda place: Indexed.apply(x, place))
-    with draws_intercepted(True):
-        assert torch.equal(run(index), x[index])

@@ -51,7 +51,7 @@ def test_what_failed_for_a_scope_is_not_tried_again_in_one_of_another_width(monk
     model = nn.Sequential(Mixed(24, 4), nn.Linear(24, 40), Mixed(40, 4), nn.Linear(40, 56), Mixed(56, 4))
     counts = _proofs(model, monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
     assert counts["0"] > 2 * ALWAYS_TRIED
-    assert max(counts["2"], counts["4"]) <= counts["0"] // 3
+    assert max(counts["2"], counts["4"]) <= counts["0"] // 2
 
 
 def test_what_failed_is_not_tried_again_where_a_layer_of_the_class_has_one_more_part(
@@ -61,7 +61,7 @@ def test_what_failed_is_not_tried_again_where_a_layer_of_the_class_has_one_more_
     model = nn.Sequential(Mixed(24, 4, has_places=True), Mixed(24, 4))
     counts = _proofs(model, monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
     assert counts["0"] > 2 * ALWAYS_TRIED
-    assert counts["1"] <= counts["0"] // 2
+    assert counts["1"] <= 2 * ALWAYS_TRIED
 
 
 class Around(nn.Module):
