@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import random
@@ -25,6 +24,7 @@ from benchmarks.error_rows import describe_error, without_folders  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import meshwright as mw  # noqa: E402
+from meshwright.apply.modules.copies import copy_module  # noqa: E402
 from meshwright.apply.state.undisturbed import GeneratorStates  # noqa: E402
 from meshwright.measure.plain_draws import PlainDraws  # noqa: E402
 from meshwright.measure.recording import GradientRecorder, default_dtype  # noqa: E402
@@ -110,7 +110,9 @@ def rounding_of(recipe: dict[str, Any], ranks: int, micro_batches: int) -> float
 
 def draws_numbers(model: nn.Module, recipe: dict[str, Any]) -> bool:
     """Tell whether a forward draws random numbers: a mask of patches, positions of noise, dropout where it is on."""
-    trial, states = copy.deepcopy(model), GeneratorStates(torch.device("cpu"))
+    # Not copy.deepcopy: it refuses weights that a hook computes (weight_norm).
+    trial = copy_module(model, lambda tensor: tensor.detach().clone())
+    states = GeneratorStates(torch.device("cpu"))
     _loss(trial, recipe, recipes.make_batch(recipe, 0))
     have_moved = states.have_moved()
     states.restore()

@@ -234,7 +234,7 @@ def _facts(recipe: dict[str, Any]) -> dict[str, Any]:
     loss.backward()
     if not bool(torch.isfinite(loss)):
         raise ValueError("not finite")
-    mixes = any("BatchNorm" in type(part).__name__ for part in model.modules())
+    mixes = recipes.keeps_batch_statistics(model, recipe)
     return {"parameters": count, "seconds": round(time.perf_counter() - begin, 3), "mixes": mixes}
 
 

@@ -261,6 +261,23 @@ def paths_of_samples(model: nn.Module, recipe: dict[str, Any]) -> list[str]:
     return sorted(found[0] & found[1])
 
 
+def keeps_batch_statistics(model: nn.Module, recipe: dict[str, Any]) -> bool:
+    """Tell, by a trial, whether samples see one another through statistics of the batch: BatchNorm of whatever class.
+
+    A forward in training mode writes numbers into buffers, and gives samples other outputs where one less is beside them.
+    """
+    batch, trial = make_batch(recipe, 0), copy.deepcopy(model).train()
+    before = {name: buffer.clone() for name, buffer in trial.named_buffers() if buffer.is_floating_point()}
+    with torch.no_grad():
+        whole = per_sample_tensors(trial(**batch), SAMPLES, needs_grad=False)
+        if all(torch.equal(buffer, before.get(name, buffer)) for name, buffer in trial.named_buffers()):
+            return False
+        few = per_sample_tensors(
+            trial(**{name: value[:-1] for name, value in batch.items()}), SAMPLES - 1, needs_grad=False
+        )
+    return any(not torch.allclose(few[path], whole[path][:-1]) for path in few.keys() & whole.keys())
+
+
 def loss_of(recipe: dict[str, Any]) -> Any:
     """Return the loss function of a recipe; None: the model's own."""
     if recipe["loss"] == "terms":

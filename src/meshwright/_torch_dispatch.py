@@ -65,6 +65,16 @@ class _DispatchKey:
         for name, kernel in with_keys.items():
             own.impl(name, kernel, with_keyset=True)
         self._libraries.extend((rest, own))
+        self._spare_higher_orders()
+
+    def _spare_higher_orders(self) -> None:
+        """Have operators that take functions (a custom function under vmap, as masks of FlexAttention index) fall through.
+
+        They are dispatched in Python, where a key that is included is taken for one that has a kernel.
+        """
+        torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(self.value)  # of those that are made later
+        for operator in torch._ops._higher_order_ops.values():
+            operator.fallthrough(self.value)
 
     def pass_by(self, kept: set[str]) -> None:
         """Have operators fall through that have a kernel for all devices (composite) beside those of devices, for good.

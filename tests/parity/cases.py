@@ -286,7 +286,7 @@ PIECEWISE: dict[str, Case] = {
     "discriminator": Case(lambda: models.Discriminator().double(), pairs_of_images, losses.difference_of_scores),
     "moving_average": Case(lambda: models.MovingAverage().double(), regression, losses.square),
     "parametrized": Case(models.build_parametrized, regression, losses.square),
-    "data_dependent": Case(lambda: models.DataDependent().double(), data_dependent, losses.square),
+    "data_dependent": Case(lambda: models.DataDependent().double(), data_dependent, losses.summed_square),
 }
 
 

@@ -1,6 +1,8 @@
-"""Models that branch on values of their batch: said in the plan even where the first batch shows no difference."""
+"""Models that branch on values of their batch: refused where samples decide for one another, else said in the plan."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.errors import ApplyError
 
 WORD = "branches on values of its batch"
 
@@ -27,12 +30,22 @@ class Rounds(nn.Module):
         return x
 
 
-def _reasons(line: str, reads: bool) -> str:
+def _mean(outputs: Tensor, _: Any) -> Tensor:
+    return outputs.square().mean()
+
+
+def _sum(outputs: Tensor, _: Any) -> mw.Loss:
+    return mw.Loss(outputs.square().sum(), len(outputs))
+
+
+def _reasons(line: str, reads: bool, *, differ: bool = False, loss_fn: Any = _mean) -> str:
     torch.manual_seed(0)
     model = Rounds(reads=reads).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    applied = mw.apply_plan(model, line, loss_fn=lambda out, batch: out.square().mean(), optimizer=optimizer)
+    applied = mw.apply_plan(model, line, loss_fn=loss_fn, optimizer=optimizer)
     batch = torch.rand(4, 4, dtype=torch.float64) + 0.1  # all ask for two rounds
+    if differ:
+        batch[::2, 0] -= 2.0
     applied.step((batch, batch))
     return " ".join(applied.plan.reasons)
 
@@ -45,3 +58,11 @@ def test_a_branch_is_told_where_the_batch_is_cut(line: str, ranks: int) -> None:
 
 def test_one_device_is_told_nothing() -> None:
     assert WORD not in _reasons("single", True)
+
+
+def test_samples_that_decide_for_one_another_are_refused() -> None:
+    with pytest.raises(ApplyError, match="samples decide for one another") as caught:
+        _reasons("micro_batches=2", True, differ=True)
+    assert "dp=1 and micro_batches=1" in (caught.value.fix or "")
+    assert WORD not in _reasons("micro_batches=1", True, differ=True)
+    assert WORD in _reasons("micro_batches=2", True, differ=True, loss_fn=_sum)

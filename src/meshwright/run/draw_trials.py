@@ -148,6 +148,8 @@ class DrawsFound:
     """Whether parts gave the outputs of the whole."""
     by_sample: bool = False
     """Whether Python's or NumPy's generator may draw for each sample."""
+    uses_python: bool = False
+    """Whether Python's or NumPy's generator draws."""
     uses_own: bool = False
     """Whether a generator that the model's code keeps draws."""
     is_unseen: bool = False
@@ -197,12 +199,12 @@ class DrawTrials:
         share, count = found.share, self._splitter.count
         if not self._decides and self._splitter.splits_by_row and count(share) >= 2 * _FEW:  # most models draw nothing
             few = self._splitter.cut(share, count(share) // _FEW)[0]
-            if not _noted(found, (yield from self._run([(few, 0)], {})))[0].notes:
+            if not _noted(found, (yield from self._run([(few, 0)], {})))[0].notes and not found.uses_python:
                 return Evidence()
         whole = _noted(found, (yield from self._run([(share, 0)], {})))
         found.notes = whole[0].notes
         found.draws = bool(found.notes)
-        decides = self._decides or any(math.prod(note.shape) == 1 for note in found.notes.values())
+        decides = self._decides or found.uses_python or any(math.prod(note.shape) == 1 for note in found.notes.values())
         for chance in range(1, _NUM_CHANCES if decides and not finds_dims and not found.draws else 1):
             found.draws = found.draws or bool((yield from self._run([(share, 0)], {}, chance))[0].notes)
         if not (found.draws or decides) or not finds_dims:
@@ -334,6 +336,7 @@ def _note_loops(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraw
 def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:
     """Take note of generators that do not draw by place."""
     found.uses_own |= any(one.uses_own for one in made)
+    found.uses_python |= any(one.uses_python for one in made)
     found.is_unseen |= any(one.is_unseen for one in made)
     found.loose += [
         f"draw {n} of {called(name)}" for one in made for (name, n), note in one.notes.items() if note.is_loose

@@ -237,7 +237,7 @@ class GlobalDraws:
         forward: contextlib.AbstractContextManager[None] | None = None,
     ) -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
-        if not self._draws_by_python:
+        if not self._draws_by_python and kind != "trial":
             yield
             return
         before = PythonState()
@@ -350,7 +350,7 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
-            beside = [found.losses, found.uses_own, found.is_unseen, found.unclear, found.loose[:1]]
+            beside = [found.losses, found.uses_own, found.is_unseen, found.unclear, found.loose[:1], found.uses_python]
             own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
         told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
         self._why_torch = next((why for why, _ in told if why is not None), None)
@@ -362,15 +362,15 @@ class GlobalDraws:
             for call, dims in _from_rows(row[2]).items():
                 merged[call] = dims if merged.setdefault(call, dims) == dims else None
         self.dims = {call: dims for call, dims in merged.items() if dims is not None}
-        for row in rows:
-            self._inside.update({(name, number): counts for name, number, counts in row[3]})
+        self._inside.update({(name, number): counts for row in rows for name, number, counts in row[3]})
         if self._why_torch is not None:
             if self.has_draws:
                 self.leave_to_torch(self._why_torch)
             return
         if self.has_draws and not all(row[1] for row in rows):
             self.tell(_UNPROVEN)
-        self._tell_beside([row[6] for row in rows])
+        self._python = any(row[6][-1] for row in rows) or self._python  # in code that was not followed
+        self._tell_beside([row[6][:-1] for row in rows])
         self._python_apart = any(row[5] for row in rows)
         if self._python_apart:
             self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.apply.pipeline.tracing.scene import Scene
-from meshwright.apply.state.attributes import read_parts, write_parts
+from meshwright.apply.state.attributes import insides_put_back, read_parts, write_parts
 from meshwright.apply.state.copied_iterators import can_be_copied, copied, position_of
 from meshwright.apply.tensor.guards.signatures import StructureSnapshot
 from meshwright.errors import ApplyError
@@ -193,6 +193,44 @@ def test_slots_are_set_and_deleted() -> None:
     assert state.count == 3
     write_parts(state, {})
     assert not hasattr(state, "count")
+
+
+def _frozen(base: Any, *entries: Any) -> Any:
+    def refuse(*_: Any) -> None:
+        raise TypeError("this container is frozen")
+
+    kind: Any = type("Frozen", (base,), {})
+    made = kind(*entries)
+    for name in ("__setitem__", "__delitem__", "clear", "update", "extend"):
+        if hasattr(base, name):
+            setattr(kind, name, refuse)
+    return made
+
+
+@pytest.mark.parametrize("base", [OrderedDict, dict])
+def test_a_frozen_dict_keeps_its_contents_and_gets_back_what_changed(base: Any) -> None:
+    frozen = _frozen(base, {"a": 1, "b": 2})
+    with insides_put_back(frozen):
+        pass
+    assert list(frozen.items()) == [("a", 1), ("b", 2)]
+    with insides_put_back(frozen):
+        base.__setitem__(frozen, "c", 3)
+        base.__delitem__(frozen, "a")
+    assert list(frozen.items()) == [("a", 1), ("b", 2)]
+
+
+def test_a_frozen_list_gets_back_what_changed() -> None:
+    frozen = _frozen(list, [1, 2])
+    with insides_put_back(frozen):
+        list.append(frozen, 3)
+    assert frozen == [1, 2]
+
+
+def test_the_order_of_an_ordered_dict_is_restored() -> None:
+    table = OrderedDict(a=1, b=2)
+    with insides_put_back(table):
+        table.move_to_end("a")
+    assert list(table) == ["a", "b"]
 
 
 def test_keys_of_an_ordered_dict_are_taken_back() -> None:

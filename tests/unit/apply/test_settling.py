@@ -30,6 +30,33 @@ def test_layers_that_the_first_batch_replaces_are_kept_and_counts_are_not() -> N
     assert not settle(module, run, CPU)
 
 
+class _Makes(nn.Module):
+    """Replaces a layer by one of another class with its parts, and draws while it does, and in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Sequential = nn.Sequential(nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.inner) is nn.Sequential:
+            made = _Other(nn.Linear(6, 6))  # draws parameters of its own
+            made[0] = self.inner[0]
+            self.inner = made
+        return nn.functional.dropout(self.inner(x), 0.5)
+
+
+class _Other(nn.Sequential):
+    pass
+
+
+def test_a_layer_is_kept_where_making_it_draws_and_forwards_draw() -> None:
+    module = _Makes()
+    state = torch.get_rng_state()
+    assert settle(module, run, CPU)
+    assert type(module.inner) is _Other
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_hooks_are_kept_with_the_flag_that_says_so() -> None:
     module = Installs()
     assert settle(module, run, CPU)

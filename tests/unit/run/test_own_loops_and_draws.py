@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
+from meshwright.apply.state import outside
 
 Sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -205,3 +206,29 @@ def test_what_draws_late_draws_as_torch_does_and_is_told() -> None:
         assert not [reason for _ in range(2) for reason in (model.step(batch), *_rng_reasons(model))[1:]]
         model.step(batch)
         assert any("drew nothing with the first batch" in reason for reason in _rng_reasons(model))
+
+
+def _noise(x: Tensor) -> Tensor:
+    return torch.from_numpy(np.random.randn(*x.shape).astype("float32"))
+
+
+class HiddenNoise(nn.Module):
+    """Adds NumPy's noise by a function that its forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + _noise(x)
+
+
+def test_noise_of_numpy_belongs_to_the_seed_also_in_code_that_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A library of thousands of functions: ranks that share a sample drew other noise for it, and a sentinel stopped them.
+    monkeypatch.setattr(outside, "_MAX_FUNCTIONS", -1)
+    losses = []
+    for seed in (1, 2):
+        with mw.apply_plan(HiddenNoise, "micro_batches=2", loss_fn=_loss, optimizer=Sgd, seed=0) as model:
+            np.random.seed(seed)
+            losses.append(model.step((torch.ones(4, 3), torch.zeros(4, 3))).loss)
+    assert losses[0] == losses[1]

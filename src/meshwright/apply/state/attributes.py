@@ -33,6 +33,7 @@ SMALL_BYTES = 64 * 2**10
 
 _DEPTH = 3  # depth of nested containers and objects that are searched
 _CONTAINERS = (list, collections.deque, set, dict)
+_BASES = (list, collections.deque, set, collections.OrderedDict, dict)
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), type, types.FunctionType, types.MethodType, nn.Module)
 _WITH_OPTIONS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOT_STATE = frozenset({"torch", "meshwright", "numpy"}) | sys.stdlib_module_names
@@ -165,11 +166,38 @@ def write_parts(value: Any, parts: Any) -> None:
     if not isinstance(value, _CONTAINERS):
         parts = write_slots(value, parts)
         target = getattr(value, "__dict__", {})
-    target.clear()
-    if isinstance(parts, list):
-        target.extend(parts)
-    else:
-        target.update(parts)
+    _write_entries(target, parts)
+
+
+def _write_entries(target: Any, parts: Any) -> None:
+    """Set the entries of a container that has others; where its class refuses (a frozen configuration), by its base's methods."""
+    if _ids_of(target) == _ids_of(parts):
+        return
+    try:
+        target.clear()
+        target.extend(parts) if isinstance(parts, list) else target.update(parts)
+    except Exception:  # noqa: BLE001 - whatever the class refuses with
+        base = _base_of(target)
+        base.clear(target)
+        if isinstance(parts, list):
+            base.extend(target, parts)
+        elif isinstance(parts, set):
+            base.update(target, parts)
+        else:
+            for key, value in parts.items():  # OrderedDict.update would call the class's own __setitem__
+                base.__setitem__(target, key, value)
+
+
+def _ids_of(parts: Any) -> Any:
+    if isinstance(parts, set):
+        return set(map(id, parts))
+    if isinstance(parts, dict):
+        return [(id(key), id(value)) for key, value in _base_of(parts).items(parts)]
+    return list(map(id, parts))
+
+
+def _base_of(container: Any) -> Any:
+    return next(kind for kind in _BASES if isinstance(container, kind))
 
 
 def _give(kept: Any, given: dict[int, Any]) -> Any:

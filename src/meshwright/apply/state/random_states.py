@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright._torch_private import TorchDispatchMode
 from meshwright.apply.randomness.sites import in_step
 from meshwright.apply.state.hook_tables import ParameterHooks
 from meshwright.apply.state.outside import Outside
@@ -33,3 +35,17 @@ def kept_random_states(devices: Iterable[torch.device], *, module: nn.Module) ->
         finally:
             outside.restore()
             hooks.restore()
+
+
+class SteadyDraws(TorchDispatchMode):
+    """A context in which each operator that draws gives the same numbers for a shape, whatever was drawn before it.
+
+    A forward that makes a layer draws its parameters too, and all later numbers of that forward are others.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.default_generator.manual_seed(0)
+            if torch.cuda.is_initialized():
+                torch.cuda.manual_seed_all(0)
+        return func(*args, **(kwargs or {}))

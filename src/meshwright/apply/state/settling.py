@@ -24,7 +24,7 @@ from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import ParameterHooks
 from meshwright.apply.state.kept_parameters import KeptParameters
-from meshwright.apply.state.random_states import kept_random_states
+from meshwright.apply.state.random_states import SteadyDraws, kept_random_states
 from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.trees import tensors_in
 
@@ -115,7 +115,7 @@ def _run_twice(
     hooks = ParameterHooks(module)
     is_still = True
     try:
-        with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
+        with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad(), SteadyDraws():
             for _ in range(2):
                 outputs.append([tensor.detach().clone() for tensor in tensors_in(run(module))])
                 seen.append(state.read())

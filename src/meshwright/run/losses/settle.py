@@ -275,9 +275,6 @@ def _decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decisio
     candidates = _merge(able)
     plain = {counted: gaps[0] for counted, gaps in candidates.items()}
     fitting = [counted for counted in candidates if plain[counted] <= tolerance]
-    failing = [evidence for _, evidence in able if all(gap > tolerance for _, gap, _ in evidence.gaps)]
-    if not fitting and failing and all(evidence.culprit == "branches" for evidence in failing):
-        return _Decision()
     if not fitting:
         return _Decision(error=_refusal(able, is_given=is_given))
     proven = {counted: max(candidates[counted]) for counted in fitting if max(candidates[counted]) <= tolerance}
@@ -337,6 +334,12 @@ def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyEr
             f"the model's forward mixes the samples of a batch: the loss is {evidence.numbers} (rank {rank}), so that the parts "
             "which this plan takes do not give one device's loss",
             fix="leave the batch whole: dp=1 and micro_batches=1 (tp and pp do); or have the model treat each sample by itself",
+        )
+    if evidence.culprit == "branches":
+        return ApplyError(
+            f"the model's forward branches on values of its batch, and samples decide for one another: the loss is "
+            f"{evidence.numbers} (rank {rank}), so that the parts which this plan takes do not give one device's loss",
+            fix="use dp=1 and micro_batches=1; or return meshwright.Loss from loss_fn, where parts may decide for themselves",
         )
     return ApplyError(
         f"{whose} is not a mean over samples: it is {evidence.numbers} (rank {rank}), so that the parts which this plan "

@@ -1,4 +1,4 @@
-"""Steps whose draws are left to torch's generators: nothing takes them for draws by place."""
+"""Draws left to torch's generators, which nothing takes for draws by place, and code that replaced draws have to let pass."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from meshwright._torch_dispatch import draws_intercepted
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
@@ -60,3 +61,24 @@ def test_trials_notice_draws_between_layers_though_the_generator_is_put_back(apa
 
     assert not has_drawn(torch.ones)
     assert has_drawn(torch.rand)
+
+
+class Indexed(torch.autograd.Function):
+    """An entry at an index, by a function of the user's own: FlexAttention indexes masks so under vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor) -> Tensor:
+        return x[index]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+
+def test_a_custom_function_under_vmap_passes_by() -> None:
+    install_operators()
+    x, index = torch.arange(5.0), torch.tensor([3, 1])
+    run = torch.vmap(lambda place: Indexed.apply(x, place))
+    with draws_intercepted(True):
+        assert torch.equal(run(index), x[index])

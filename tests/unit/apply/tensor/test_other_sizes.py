@@ -51,7 +51,7 @@ def test_what_failed_for_a_scope_is_not_tried_again_in_one_of_another_width(monk
     model = nn.Sequential(Mixed(24, 4), nn.Linear(24, 40), Mixed(40, 4), nn.Linear(40, 56), Mixed(56, 4))
     counts = _proofs(model, monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
     assert counts["0"] > 2 * ALWAYS_TRIED
-    assert max(counts["2"], counts["4"]) <= counts["0"] // 3
+    assert max(counts["2"], counts["4"]) <= counts["0"] // 2
 
 
 def test_what_failed_is_not_tried_again_where_a_layer_of_the_class_has_one_more_part(
@@ -61,7 +61,7 @@ def test_what_failed_is_not_tried_again_where_a_layer_of_the_class_has_one_more_
     model = nn.Sequential(Mixed(24, 4, has_places=True), Mixed(24, 4))
     counts = _proofs(model, monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
     assert counts["0"] > 2 * ALWAYS_TRIED
-    assert counts["1"] <= counts["0"] // 2
+    assert counts["1"] <= 2 * ALWAYS_TRIED
 
 
 class Around(nn.Module):
@@ -86,3 +86,18 @@ def test_a_scope_around_most_of_the_model_is_given_up_sooner(monkeypatch: pytest
     torch.manual_seed(0)
     counts = _proofs(nn.Sequential(Around()), monkeypatch, torch.randn(3, 5, 16, dtype=torch.float64))
     assert ALWAYS_TRIED < counts["0"] <= regions.MAX_TRIALS_AROUND
+
+
+class Checked(Mixed):
+    """A pair whose code refuses a part of the width, whatever else is changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.q(x).shape[-1] != len(self.out.weight):
+            raise ValueError("the width is not the model's")
+        return super().forward(x)
+
+
+def test_a_scope_whose_ways_fail_for_one_reason_is_given_up_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    counts = _proofs(nn.Sequential(Checked(24, 4)), monkeypatch, torch.randn(3, 5, 24, dtype=torch.float64))
+    assert ALWAYS_TRIED < counts["0"] <= regions.MOST_ALIKE + 2 < regions.MAX_TRIALS

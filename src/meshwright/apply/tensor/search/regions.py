@@ -6,6 +6,7 @@ blocks of one class may hold different activations, or use their own index; unle
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
-from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError, in_words
+from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof, DisprovedError, in_words
 from meshwright.apply.tensor.search.deadline import Deadline
 from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
@@ -37,6 +38,12 @@ MAX_TRIALS_AGAIN = 12
 
 MAX_TRIALS_AROUND = 30
 """The same for a scope with many layers that the pair is no part of, each of which every proof runs, or a mixed pair [count]."""
+
+MOST_ALIKE = 30
+"""Proofs of one region that fail for reasons that were there before, one after the other, before it is given up [count]."""
+
+MOST_ALIKE_AROUND = 12
+"""The same for such a scope [count]."""
 
 MANY_BESIDE = 12
 """More layers than these are many [count]."""
@@ -100,6 +107,29 @@ class _ScopeTrial:
                 ) from error
             self._made[is_narrow] = made
         return self._made[is_narrow]
+
+
+_NUMBER = re.compile(r"\d[\d.e+-]*")
+
+
+class _Reasons:
+    """Reasons why ways to cut a pair failed: changes that alter none do not address it.
+
+    Args:
+        most_alike: Failures for reasons that were there before, one after the other, which are borne [count].
+    """
+
+    def __init__(self, most_alike: int) -> None:
+        self._most_alike, self._num_alike = most_alike, 0
+        self._known: set[tuple[Disproof, str]] = set()
+
+    def are_new_enough(self, difference: Difference | None) -> bool:
+        """Take the reason of a failure, if there was one, and tell whether more ways are worth a try."""
+        before = len(self._known)
+        if difference is not None:
+            self._known.add((difference.kind, _NUMBER.sub("", difference.text)))
+        self._num_alike = self._num_alike + 1 if len(self._known) == before else 0
+        return self._num_alike <= self._most_alike
 
 
 class Proving:
@@ -204,7 +234,10 @@ class Proving:
         surrounded: SurroundedError | None = None
         source = iter(tries)
         failed: list[tuple[Region, Difference]] = []
+        reasons = _Reasons(MOST_ALIKE if most == MAX_TRIALS else MOST_ALIKE_AROUND)
         for number in range(most):
+            if not reasons.are_new_enough(difference):
+                break
             if self._num_trials >= MAX_ALL_TRIALS:
                 return None, f"the search had made its {MAX_ALL_TRIALS} trials before this was proven"
             try:
