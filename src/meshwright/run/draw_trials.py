@@ -317,10 +317,8 @@ class DrawTrials:
         found.outputs = whole[0].outputs
         if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not _is_mean(whole[0], pieces):
             return False
-        mixes = any(
-            own.kind == "randperm" and own.dim is not None for own in dims.values()
-        )  # perhaps not with these numbers
-        is_proven = not mixes and are_parts(whole[0], pieces)
+        mixes = any(own.kind == "randperm" and own.dim is not None for own in dims.values())
+        is_proven = not mixes and are_parts(whole[0], pieces)  # samples in a drawn order may change nothing this time
         found.losses = losses_of(whole[0], pieces) if is_proven else None
         return is_proven
 
