@@ -360,13 +360,16 @@ def offer_monitored_barrier(backend: str) -> None:
         vars(module)["monitored_barrier"] = monitored_barrier
 
 
-_SENDING = "all_reduce broadcast broadcast_object_list barrier reduce send isend recv irecv batch_isend_irecv"
+_SENDING = "all_reduce broadcast broadcast_object_list barrier reduce send recv batch_isend_irecv"
 _JOINING = "all_gather all_gather_into_tensor all_gather_object gather gather_object all_to_all all_to_all_single"
 _DIVIDING = "reduce_scatter reduce_scatter_tensor scatter scatter_object_list"
 
 
 def watch_collectives(look: Callable[[str], None]) -> None:
-    """Have `torch.distributed`'s collectives call a function with their name first; once in a process."""
+    """Have `torch.distributed`'s collectives call a function with their name first; once in a process.
+
+    `isend` and `irecv` stay torch's own objects, by which `P2POp` knows them.
+    """
 
     def watched(name: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(torchs)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import meshwright as mw
-from meshwright.run.model_collectives import _refuse_inside
+from meshwright.run.model_collectives import _refuse_inside, refuse_in_models
 
 
 def _module(name: str, source: str, **names: Any) -> dict[str, Any]:
@@ -56,3 +58,9 @@ def test_others_may(chain: list[str]) -> None:
     for name in reversed(chain):
         call = _calls(name, call)
     call()
+
+
+def test_operations_that_torch_knows_by_identity_stay_its_own() -> None:
+    refuse_in_models()
+    assert (dist.isend, dist.irecv) == (distributed_c10d.isend, distributed_c10d.irecv)
+    assert dist.all_reduce is not distributed_c10d.all_reduce
