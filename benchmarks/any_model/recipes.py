@@ -55,7 +55,7 @@ def build(recipe: dict[str, Any]) -> nn.Module:
     library, cls, fields = recipe["library"], recipe["class"], copy.deepcopy(recipe["config"])
     if library == "transformers":
         return build_hf(recipe)
-    return prepared(_build_other(library, cls, fields), _rate(recipe))
+    return prepared(_build_other(library, cls, fields), rate_of(recipe))
 
 
 def _build_other(library: str, cls: str, fields: dict[str, Any]) -> nn.Module:
@@ -70,9 +70,12 @@ def _build_other(library: str, cls: str, fields: dict[str, Any]) -> nn.Module:
     return getattr(importlib.import_module(library), cls)(**fields)
 
 
-def _rate(recipe: dict[str, Any]) -> float:
-    """Return the rate of dropout [fraction]: none where samples are mixed, since the plain loop takes shares there."""
-    return 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0)
+def rate_of(recipe: dict[str, Any]) -> float:
+    """Return the rate of dropout [fraction]; none where samples are mixed, since the plain loop takes shares there.
+
+    None either where plain torch itself refuses it (`without_dropout`: it writes into what backward needs).
+    """
+    return 0.0 if recipe.get("mixes") or recipe.get("without_dropout") else recipe.get("dropout", 0.0)
 
 
 def build_hf(recipe: dict[str, Any]) -> nn.Module:
@@ -95,7 +98,7 @@ def build_hf(recipe: dict[str, Any]) -> nn.Module:
         model = Packed(model, *recipe["packed"])
     if "flattened" in recipe:
         model = Flattened(model, recipe["flattened"])
-    return prepared(model, _rate(recipe))
+    return prepared(model, rate_of(recipe))
 
 
 class Packed(nn.Module):

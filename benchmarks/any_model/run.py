@@ -101,7 +101,7 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
     """Run one cell and return its row."""
     plan = Plan.parse(line)
     row = {"type": recipe["type"], "kind": recipe["kind"], "class": recipe["class"], "plan": name, "line": line}
-    row["dropout"] = 0.0 if recipe.get("mixes") else recipe.get("dropout", 0.0)
+    row["dropout"] = recipes.rate_of(recipe)
     begin = time.perf_counter()
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
