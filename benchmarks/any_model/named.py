@@ -59,10 +59,10 @@ def find(entry: dict[str, Any]) -> dict[str, Any]:
         module = recipes.build(row)
         count = sum(p.numel() for p in module.parameters())
         found = probe._try_batch(module, {**row, "parameters": count})
-    except (TimeoutError, KeyboardInterrupt):
+    except TimeoutError:
         raise
     except Exception as error:
-        found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        found = probe._text(error)
     return found if isinstance(found, dict) else {**row, "problem": found}
 
 

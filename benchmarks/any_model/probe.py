@@ -183,13 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression of architectures")
     parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--parameters", type=int, default=_MOST_PARAMETERS, help="the largest model [count]")
-    parser.add_argument("--limit", type=int, default=_LIMIT_S, help="time for an architecture [s]")
     parser.add_argument("--again", type=Path, help="recipes, of which those that have a problem are sought again")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    globals().update(_MOST_PARAMETERS=arguments.parameters, _LIMIT_S=arguments.limit)
     finder.prepare()
     vision.load_if_there()
     import transformers
@@ -205,7 +202,7 @@ def main() -> None:
     wanted = all_types()
     if arguments.again:
         rows = [json.loads(line) for line in arguments.again.read_text().splitlines()]
-        wanted = [row["type"] for row in rows if "problem" in row]
+        wanted = [row["type"] for row in rows if "problem" in row and "no model within" not in row["problem"]]
     for model_type in wanted:
         if time.monotonic() > end:
             break

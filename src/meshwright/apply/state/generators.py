@@ -61,18 +61,12 @@ def write_generator(value: Any, state: GeneratorState) -> None:
         value.set_state(state.value)
 
 
-def _bound_to(value: Any) -> Any:
-    try:
-        return getattr(value, "__self__", None)
-    except Exception:  # noqa: BLE001 - what stands for a package that is not installed raises whatever it likes (MONAI)
-        return None
-
-
 def draws_globally(value: Any) -> bool:
     """Tell whether a value is a function of Python's or NumPy's that draws from the global generator."""
-    owner = _bound_to(value)
-    if not isinstance(value, (types.MethodType, types.BuiltinMethodType)) or owner is None:
+    # What stands for a package that is not installed raises where it is asked for an attribute (MONAI): its type comes first.
+    if not isinstance(value, (types.MethodType, types.BuiltinMethodType)) or value.__self__ is None:
         return False
+    owner = value.__self__
     numpy = sys.modules.get("numpy")
     # These are methods of one hidden object each.
     hidden = getattr(random, "_inst", None), None if numpy is None else getattr(numpy.random, "mtrand", numpy)
