@@ -58,7 +58,7 @@ def sizes_of_parts(num_samples: int, parts: int) -> list[int]:
 def pieces(batch: dict[str, Tensor], ranks: int, micro_batches: int) -> Iterator[dict[str, Tensor]]:
     """Yield each rank's micro-batches, none of them empty."""
     start = 0
-    for size in sizes_of_parts(recipes.SAMPLES, ranks):
+    for size in sizes_of_parts(_count(batch), ranks):
         for part in sizes_of_parts(size, micro_batches):
             if part:
                 yield {name: value[start : start + part] for name, value in batch.items()}
@@ -90,7 +90,7 @@ def train_plainly(
             for piece in pieces(recipes.make_batch(recipe, step), ranks, micro_batches):
                 piece = {name: value.flip(0) for name, value in piece.items()} if turned else piece
                 with contextlib.nullcontext() if draws is None else draws(step, model, piece, first):
-                    loss = _loss(model, recipe, piece) * (_count(piece) / recipes.SAMPLES)
+                    loss = _loss(model, recipe, piece) * (_count(piece) / recipes.samples_of(recipe))
                     loss.backward()
                 first += _count(piece)
                 total += float(loss.detach())

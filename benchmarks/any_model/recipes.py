@@ -183,27 +183,33 @@ def prepared(model: nn.Module, dropout: float = 0.0) -> nn.Module:
     return model
 
 
+def samples_of(recipe: dict[str, Any]) -> int:
+    """Return how many samples the batch of a recipe has."""
+    return recipe.get("samples", SAMPLES)
+
+
 def make_batch(recipe: dict[str, Any], step: int) -> dict[str, Tensor]:
     """Return the global batch of a step."""
+    samples = samples_of(recipe)
     generator = torch.Generator().manual_seed(1000 + step)
     batch: dict[str, Tensor] = {}
     for name, kind, *facts in recipe["batch"]:
         if kind == "ids":
             low, high, *shape = facts
-            batch[name] = torch.randint(low, high, (SAMPLES, *shape), generator=generator)
+            batch[name] = torch.randint(low, high, (samples, *shape), generator=generator)
         elif kind == "normal":
-            batch[name] = torch.randn(SAMPLES, *facts, generator=generator, dtype=torch.float64)
+            batch[name] = torch.randn(samples, *facts, generator=generator, dtype=torch.float64)
         elif kind == "constant":
-            batch[name] = torch.tensor(facts).expand(SAMPLES, len(facts)).clone()
+            batch[name] = torch.tensor(facts).expand(samples, len(facts)).clone()
         elif kind == "rows":
-            rows = [facts[0][(index + step) % len(facts[0])] for index in range(SAMPLES)]
+            rows = [facts[0][(index + step) % len(facts[0])] for index in range(samples)]
             batch[name] = torch.tensor(rows)
         elif kind == "filled":
-            batch[name] = torch.full((SAMPLES, *facts[1:]), facts[0])
+            batch[name] = torch.full((samples, *facts[1:]), facts[0])
         elif kind == "ones":
-            batch[name] = torch.ones(SAMPLES, *facts, dtype=torch.int64)
+            batch[name] = torch.ones(samples, *facts, dtype=torch.int64)
         elif kind == "boxes":
-            corner = torch.randint(0, 20, (SAMPLES, *facts, 2), generator=generator)
+            corner = torch.randint(0, 20, (samples, *facts, 2), generator=generator)
             batch[name] = torch.cat([corner, corner + 5], -1)
         elif kind == "image tokens":
             token, count = facts
