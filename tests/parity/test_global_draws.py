@@ -54,6 +54,11 @@ def test_two_ranks(case: str, line: str) -> None:
         check(found, single(case))
 
 
+def test_a_rank_without_a_head_draws_nothing() -> None:
+    for found in testing.run_ranks(train, 3, "gpt-two-heads", "tp=3"):
+        check(found, single("gpt-two-heads"))
+
+
 def test_stages_of_one_rank_over_cut_layers() -> None:
     for found in testing.run_ranks(train, 4, "gpt", "tp=2,pp=2,virtual=2,micro_batches=2,schedule=zbv"):
         check(found, single("gpt"))

@@ -16,8 +16,9 @@ VOCABULARY, LENGTH, WIDTH, HEADS, IMAGE, PATCH = 17, 6, 16, 4, 8, 4
 class Block(nn.Module):
     """A block of a transformer with dropout on attention, on both results and inside of the MLP."""
 
-    def __init__(self, drop_path: float = 0.0, *, is_causal: bool = True) -> None:
+    def __init__(self, drop_path: float = 0.0, *, is_causal: bool = True, heads: int = HEADS) -> None:
         super().__init__()
+        self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
@@ -29,7 +30,7 @@ class Block(nn.Module):
         """Return attention's result."""
         size, length, _ = x.shape
         q, k, v = (
-            layer(x).view(size, length, -1, WIDTH // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            layer(x).view(size, length, -1, WIDTH // self.heads).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
         p = 0.1 if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.is_causal)
@@ -51,11 +52,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """A GPT with dropout everywhere."""
 
-    def __init__(self, *, num_layers: int = 2, checkpoints: bool = False) -> None:
+    def __init__(self, *, num_layers: int = 2, checkpoints: bool = False, heads: int = HEADS) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.drop = nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(heads=heads) for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.checkpoints = checkpoints
 
@@ -183,6 +184,10 @@ def build_checkpointed() -> nn.Module:
     return Gpt(checkpoints=True).double()
 
 
+def build_two_heads() -> nn.Module:
+    return Gpt(heads=2).double()
+
+
 def build_vit() -> nn.Module:
     return Vit().double()
 
@@ -226,6 +231,7 @@ def vectors(step: int, count: int) -> tuple[Tensor, Tensor]:
 
 CASES = {
     "gpt": (build_gpt, token_loss, tokens),
+    "gpt-two-heads": (build_two_heads, token_loss, tokens),
     "gpt-checkpoint": (build_checkpointed, token_loss, tokens),
     "vit": (build_vit, class_loss, images),
     "vae": (build_vae, vae_loss, vectors),

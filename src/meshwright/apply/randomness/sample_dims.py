@@ -67,26 +67,27 @@ def find_cut(
     Args:
         dims: As one device has them.
         whole: The shape that one device draws.
-        shapes: The shapes that these ranks draw, in their order; None where a rank does not.
+        shapes: The shapes that these ranks draw, in their order; None where a rank does not, as one without a head.
         rank: This rank's place among them.
         num_samples: Samples of that forward [count].
         slicing: The slices of the stream in which the call ran, if in any.
     """
     apart = dataclasses.replace(dims, is_apart=True)
-    if any(shape is None or len(shape) != len(whole) for shape in shapes):
-        return apart
     given = [shape for shape in shapes if shape is not None]
+    if any(len(shape) != len(whole) for shape in given):
+        return apart
     differing = {dim for shape in given for dim in range(len(whole)) if shape[dim] != whole[dim]}
     if not differing:
         return dims
     if len(differing) > 1:
         return apart
     dim = differing.pop()
-    if slicing is not None and slicing[0] == dim and tuple(shape[dim] for shape in given) == slicing[1]:
+    drawn = tuple(0 if shape is None else shape[dim] for shape in shapes)
+    if slicing is not None and slicing[0] == dim and drawn == slicing[1]:
         return dataclasses.replace(dims, on_stream=True)
     if any(dims.dim == dim and shape[dim] % num_samples for shape in given):
         return apart
-    sizes = tuple(_own(shape, dims, num_samples, dim) for shape in given)
+    sizes = tuple(0 if shape is None else _own(shape, dims, num_samples, dim) for shape in shapes)
     if sum(sizes) != _own(whole, dims, num_samples, dim):
         return apart
     return dataclasses.replace(dims, cut=DrawnPart(dim, sizes, rank))
