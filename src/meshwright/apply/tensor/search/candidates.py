@@ -58,10 +58,16 @@ class Options:
             found += [(width // parts,) * parts for parts in (3, 2) if parts in seen and width % parts == 0]
         return list(dict.fromkeys(found))
 
+    def _groups_of_row(self) -> list[tuple[int, ...]]:
+        """Return the groups of the rows' inputs: what was put together of several columns' results keeps its parts."""
+        joins = [self.trace.joins.get(column.key, set()) for column in self.pair.columns]
+        found = sorted(s for s in set().union(*joins) if sum(s) == self._row_size and len(s) > 1)
+        return [*found, (self._row_size,)]
+
     def _unit_counts(self, groups: list[tuple[int, ...]]) -> list[int]:
         seen = set().union(*(self.trace.sizes.get(key, set()) for key in self._keys)) | {self._row_size}
         seen |= {value for _, _, value in self._integers()}
-        sizes = [self._row_size, *(size for group in groups for size in group)]
+        sizes = [size for group in groups for size in group]
         fitting = [num for num in seen if num > 1 and all(size % num == 0 for size in sizes)]
         # Cuts that leave a rank empty come last.
         return sorted(fitting, key=lambda num: (num < self.num_tp_ranks, -num))
@@ -72,33 +78,37 @@ class Options:
         combined = itertools.product(*(range(len(groups)) for groups in per_column))
         for places in sorted(itertools.islice(combined, 256), key=sum)[:_MAX_COMBINATIONS]:
             groups = tuple(own[place] for own, place in zip(per_column, places, strict=True))
-            for num_units in self._unit_counts(list(groups)):
-                region = self._region(groups, num_units)
-                yield region, self._changes(region)
+            for of_row in self._groups_of_row():
+                for num_units in self._unit_counts([of_row, *groups]):
+                    region = self._region(groups, num_units, of_row=of_row)
+                    yield region, self._changes(region)
         yield from self._grouped()
 
     def _region(
-        self, groups: tuple[tuple[int, ...], ...], num_units: int, shared: dict[str, int] | None = None
+        self,
+        groups: tuple[tuple[int, ...], ...],
+        num_units: int,
+        shared: dict[str, int] | None = None,
+        of_row: tuple[int, ...] = (),
     ) -> Region:
-        shared = shared or {}
+        shared, of_row = shared or {}, of_row or (self._row_size,)
         cuts: dict[str, Cut] = {}
         roles: dict[str, Role] = {}
         pair, trace = self.pair, self.trace
-        is_layers = all(trace.is_layer(product) for product in (*pair.columns, pair.row))
+        is_layers = all(trace.is_layer(product) for product in (*pair.columns, *pair.rows))
         for column, own in zip(pair.columns, groups, strict=True):
             if trace.owner(column) in shared:
                 continue
             cut = Cut(dim=column.out_dim, groups=own)
             cuts |= dict.fromkeys(trace.names[column.parameter], cut)
-            cuts |= self._vectors(column, own)
+            cuts |= self._vectors(column, own, of_row)
             if is_layers:
                 roles |= {name.rpartition(".")[0]: "column" for name in trace.names[column.parameter]}
-        cuts |= dict.fromkeys(
-            trace.names[pair.row.parameter], Cut(dim=pair.row.in_dim, groups=(self._row_size,), kind="row")
-        )
-        if is_layers:
-            roles |= {name.rpartition(".")[0]: "row" for name in trace.names[pair.row.parameter]}
-        else:
+        for row in pair.rows:
+            cuts |= dict.fromkeys(trace.names[row.parameter], Cut(dim=row.in_dim, groups=of_row, kind="row"))
+            if is_layers:
+                roles |= {name.rpartition(".")[0]: "row" for name in trace.names[row.parameter]}
+        if not is_layers:
             roles[self.scope] = "sum"
         return Region(
             scope=self.scope,
@@ -111,17 +121,17 @@ class Options:
             drops=bool(self._keys & self.trace.drops),
         )
 
-    def _vectors(self, column: Product, groups: tuple[int, ...]) -> dict[str, Cut]:
+    def _vectors(self, column: Product, groups: tuple[int, ...], of_row: tuple[int, ...]) -> dict[str, Cut]:
         """Return the cuts of biases, scales and running statistics with one entry for each of the column's."""
         width = sum(groups)
         found: dict[str, Cut] = {}
         for key in self.trace.met.get(column.key, ()):
             for name in self.trace.names[key]:
-                found |= _along(name, self.trace.parameters[key], width, groups, self._row_size)
+                found |= _along(name, self.trace.parameters[key], width, groups, of_row)
                 path = name.rpartition(".")[0]
                 if name in found:
                     for buffer_name, buffer in self.trace.module.get_submodule(path).named_buffers(path, recurse=False):
-                        found |= _along(buffer_name, buffer, width, groups, self._row_size)
+                        found |= _along(buffer_name, buffer, width, groups, of_row)
         return found
 
     def _after_row(self) -> tuple[str, ...]:
@@ -139,7 +149,7 @@ class Options:
     def _integers(self) -> list[tuple[str, str, int]]:
         """Return (module, attribute, value) of the integers that modules of the scope keep."""
         found = []
-        own = self._keys | self._met() | {self.pair.row.parameter}
+        own = self._keys | self._met() | {row.parameter for row in self.pair.rows}
         for name, child in self.trace.module.get_submodule(self.scope).named_modules():
             path = ".".join(part for part in (self.scope, name) if part)
             parameters = {id(parameter) for parameter in child.parameters()}
@@ -151,7 +161,7 @@ class Options:
     def _layers(self) -> set[str]:
         """Return the names of the modules that are a product or a norm and nothing else."""
         found = {name.rpartition(".")[0] for key in self._met() for name in self.trace.names[key]}
-        products = [product for product in (*self.pair.columns, self.pair.row) if self.trace.is_layer(product)]
+        products = [product for product in (*self.pair.columns, *self.pair.rows) if self.trace.is_layer(product)]
         found |= {name.rpartition(".")[0] for product in products for name in self.trace.names[product.parameter]}
         return {name for name in found if not any(True for _ in self.trace.module.get_submodule(name).children())}
 
@@ -160,7 +170,9 @@ class Options:
 
     def _own_integers(self, cuts: dict[str, Cut], num_units: int) -> tuple[tuple[str, str], ...]:
         """Return the integers that hold a cut tensor's size, at the layer that owns it: `nf`, `num_groups`."""
-        owners = ({name.rpartition(".")[0] for name in cuts} & self._layers()) - {self.trace.owner(self.pair.row)}
+        owners = ({name.rpartition(".")[0] for name in cuts} & self._layers()) - set(
+            map(self.trace.owner, self.pair.rows)
+        )
         sizes = {size for cut in cuts.values() for size in (sum(cut.groups), *cut.groups)} | {num_units}
         counts = Region(scope="", num_units=num_units, cuts={}, roles={})
         return tuple(
@@ -241,7 +253,7 @@ class Options:
         return tensor.dim() > 0 and tensor.shape[0] == num_units and tensor.numel() == self._row_size
 
     def _is_product(self, name: str) -> bool:
-        keys = [*self._keys, self.pair.row.parameter]
+        keys = [*self._keys, *(row.parameter for row in self.pair.rows)]
         return any(name in self.trace.names[key] for key in keys)
 
     def _is_ratio(self, value: int, region: Region) -> bool:
@@ -301,9 +313,9 @@ class Options:
         return True
 
 
-def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], row_size: int) -> dict[str, Cut]:
+def _along(name: str, tensor: Tensor, width: int, groups: tuple[int, ...], of_row: tuple[int, ...]) -> dict[str, Cut]:
     """Return the cut of a tensor with one entry for each of a column's (or a row's) along some dim."""
-    for size, own in ((width, groups), (row_size, (row_size,))):
+    for size, own in ((width, groups), (sum(of_row), of_row)):
         for dim, have in enumerate(tensor.shape):
             if have == size:
                 return {name: Cut(dim=dim, groups=own)}

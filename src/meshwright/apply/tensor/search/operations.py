@@ -38,6 +38,7 @@ DROPOUTS: Final = {
     torch.alpha_dropout,
 }
 SPLITS: Final = {torch.split, torch.Tensor.split, torch.split_with_sizes, torch.Tensor.split_with_sizes}
+JOINS: Final = {torch.cat, torch.concat, torch.concatenate}
 MATMULS: Final = {
     torch.matmul,
     torch.mm,

@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Products whose results reach only one other product: columns and their row."""
+    """Products whose results reach only one other product, columns and their row; or several, each of which takes all of them."""
 
     columns: tuple[Product, ...]
     row: Product
@@ -20,10 +20,17 @@ class Pair:
     """Embeddings that are looked up inside, one value for each unit: relative position biases."""
     is_mixed: bool = False
     """Whether the row's input comes from other products, too, that feed more than the row: a stream that layers add to."""
+    rows_beside: tuple[Product, ...] = ()
+    """Further rows of the same columns: two streams that attend together have an output projection each."""
+
+    @property
+    def rows(self) -> tuple[Product, ...]:
+        """All rows."""
+        return self.row, *self.rows_beside
 
     def scope(self, trace: Trace) -> str:
         """Return the name of the innermost module that holds the pair and was called: a list of layers is not."""
-        paths = [trace.owner(product).split(".") for product in (*self.columns, self.row)]
+        paths = [trace.owner(product).split(".") for product in (*self.columns, *self.rows)]
         if paths[0] == [""]:
             return ""
         common = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
@@ -34,7 +41,7 @@ class Pair:
 
 
 def pair_of(key: int, trace: Trace, taken: set[int]) -> Pair | None:
-    """Return the pair whose row is this parameter, if its input comes from products that feed nothing else."""
+    """Return the pair whose (first) row is this parameter, if its input comes from products that feed nothing else."""
     calls = trace.products[key]
     sources = frozenset[int]().union(*(call.sources for call in calls))
     if calls[0].kind == "embedding" or key in taken:
@@ -43,12 +50,34 @@ def pair_of(key: int, trace: Trace, taken: set[int]) -> Pair | None:
     free = [calls for calls in free if calls[0].parameter not in taken]
     columns = [c[0] for c in free if c[0].kind != "embedding" and trace.successors[c[0].key] == {key}]
     sides = [c[0] for c in free if c[0].kind == "embedding"]
+    beside = () if columns else _rows_beside(calls[0], trace, taken)
+    if beside:
+        columns = [trace.products[source][0] for source in calls[0].sources]
     if not columns:
         return None
     order = list(trace.products)
     columns.sort(key=lambda product: order.index(product.key))
     is_mixed = len(columns) < sum(c[0].kind != "embedding" for c in free)
-    return Pair(columns=tuple(columns), row=calls[0], sides=tuple(sides), is_mixed=is_mixed)
+    return Pair(columns=tuple(columns), row=calls[0], sides=tuple(sides), is_mixed=is_mixed, rows_beside=beside)
+
+
+def _rows_beside(row: Product, trace: Trace, taken: set[int]) -> tuple[Product, ...]:
+    """Return the layers that take results of the same products as the first of them does, which feed nothing else."""
+    keys = [trace.successors.get(source, set()) for source in row.sources]
+    if not keys or len(keys[0]) < 2 or any(other != keys[0] for other in keys) or not keys[0] <= trace.products.keys():
+        return ()
+    if not taken.isdisjoint(keys[0]) or not taken.isdisjoint(row.sources) or any(source < 0 for source in row.sources):
+        return ()
+    first, *others = (trace.products[key] for key in trace.products if key in keys[0])
+    size = trace.parameters[row.parameter].shape[row.in_dim]
+    are_alike = all(
+        call.sources == row.sources
+        and trace.is_layer(call)
+        and trace.parameters[call.parameter].shape[call.in_dim] == size
+        for calls in (first, *others)
+        for call in calls
+    )
+    return tuple(calls[0] for calls in others) if are_alike and first[0] is row else ()
 
 
 def feeds_only_the_output(key: int, trace: Trace) -> bool:

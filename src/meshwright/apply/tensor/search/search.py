@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -210,14 +210,18 @@ class Search:
             pair = pair_of(key, self._trace, self._taken)
             if pair is None or not self._may_be_paired(pair):
                 continue
-            keys = {key, *(column.parameter for column in pair.columns)}
+            rows = {row.parameter for row in pair.rows}
+            keys = {*rows, *(column.parameter for column in pair.columns)}
             options = Options(pair, self._trace, self.num_tp_ranks)
             if options.scope not in self._trace.calls:
                 continue
-            self._try(options.scope, candidates(options), keys, "pair", may_retry=key, is_mixed=pair.is_mixed)
+            self._try(options.scope, candidates(options), keys, "pair", may_retry=rows, is_mixed=pair.is_mixed)
 
     def _in_order(self) -> list[int]:
-        """Return the keys of products; late ones are the row of a pair, and a column of a larger pair in the same module."""
+        """Return the keys of products; late ones are the row of a pair, and a column of a larger pair in the same module.
+
+        The last are rows with others beside them, each of which may be a column of a pair of its own.
+        """
         pairs = [pair for key in self._trace.products if (pair := pair_of(key, self._trace, set())) is not None]
         scopes = [pair.scope(self._trace) for pair in pairs]
         late = {
@@ -226,14 +230,15 @@ class Search:
             for other, around in zip(pairs, scopes, strict=True)
             if scope == around and pair.row in other.columns and len(other.columns) > len(pair.columns)
         }
-        return sorted(self._trace.products, key=lambda key: key in late)
+        several = {pair.row.key for pair in pairs if pair.rows_beside}
+        return sorted(self._trace.products, key=lambda key: (key in several, key in late))
 
     def _may_be_paired(self, pair: Pair) -> bool:
-        members = [pair.row, *pair.columns]
+        members = [*pair.rows, *pair.columns]
         if any(self._trace.other_uses.get(member.parameter) for member in members):
             return False
         wishes = [self._wanted.get(name) for column in pair.columns for name in self._trace.names[column.parameter]]
-        row = [self._wanted.get(name) for name in self._trace.names[pair.row.parameter]]
+        row = [self._wanted.get(name) for row in pair.rows for name in self._trace.names[row.parameter]]
         return "row" not in wishes and "column" not in row
 
     def _lone_layers(self) -> None:
@@ -288,7 +293,7 @@ class Search:
         keys: set[int],
         kind: str,
         *,
-        may_retry: int | None = None,
+        may_retry: Collection[int] = (),
         accept: Region | None = None,
         is_mixed: bool = False,
     ) -> None:
@@ -298,7 +303,7 @@ class Search:
             self._accept(final, self._keys(final))
             return
         for key in keys:
-            if key != may_retry:
+            if key not in may_retry:
                 self._taken.add(key)
             self._failed.add(key)
             if kind != "layer" or key not in self._reasons:

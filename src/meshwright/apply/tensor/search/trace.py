@@ -27,6 +27,7 @@ from meshwright.apply.tensor.search.operations import (
     CONVOLUTIONS,
     ELEMENTWISE,
     ITEMS,
+    JOINS,
     SAME,
     SPLITS,
     SWAPS,
@@ -109,6 +110,8 @@ class Trace(TorchFunctionMode):
         """For a product: sizes of dims of tensors that come from it."""
         self.splits: dict[int, set[tuple[int, ...]]] = {}
         """For a product: how tensors that come from it were split."""
+        self.joins: dict[int, set[tuple[int, ...]]] = {}
+        """For a product: sizes of the tensors that were put together, side by side, with one that comes from it."""
         self.slices: dict[int, dict[int, set[int]]] = {}
         """For a product: size of the last dim of a tensor that comes from it -> the bounds of slices of it."""
         self.drops: set[int] = set()
@@ -138,6 +141,9 @@ class Trace(TorchFunctionMode):
             self.parameters[id(parameter)] = parameter
         self._sources: dict[int, frozenset[int]] = {}
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
+        self._parts: dict[
+            int, tuple[int, tuple[int, ...]]
+        ] = {}  # tensors put together: along which dim, of which sizes
         self._joined: dict[int, set[int]] = {}  # tensors put together from vectors: whose
         self._path: list[str] = []
         self._handles: list[Any] = []
@@ -242,6 +248,8 @@ class Trace(TorchFunctionMode):
             self.other_uses.setdefault(owner, set()).add(name)
         self._note_joined(func, inputs, outputs, {owner for owner, _ in derived}, product)
         self._note_details(func, args, kwargs, sources)
+        if func in JOINS:
+            self._note_parts(args, kwargs, outputs, sources)
         mixing = [] if product else [owner for owner, _ in derived if self._mixes(func, owner)]
         for owner in mixing:  # recurrences, attention in one call: their results have no known sources
             for source in sources:
@@ -270,7 +278,7 @@ class Trace(TorchFunctionMode):
         if product is not None:
             for tensor in inputs:
                 self.met.setdefault(product.key, set()).update(self._joined.get(id(tensor), ()))
-        elif func in (torch.cat, torch.concat) and all(self.parameters[owner].dim() == 1 for owner in owners):
+        elif func in JOINS and all(self.parameters[owner].dim() == 1 for owner in owners):
             self._joined |= {id(tensor): owners for tensor in outputs if owners}
 
     def _note_details(self, func: Callable[..., Any], args: Any, kwargs: Any, sources: frozenset[int]) -> None:
@@ -290,6 +298,16 @@ class Trace(TorchFunctionMode):
             self.counting.update({self._dims[id(weight)][0]} if id(weight) in self._dims else ())
         if func is F.cross_entropy:
             self.into_cross_entropy.update(sources)
+
+    def _note_parts(self, args: Any, kwargs: Any, outputs: list[Tensor], sources: frozenset[int]) -> None:
+        tensors = args[0] if args else kwargs["tensors"]
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % outputs[0].dim()
+        own = [self._parts.get(id(tensor), (dim, (tensor.shape[dim],))) for tensor in tensors if tensor.dim() > dim]
+        if all(along == dim for along, _ in own):
+            sizes = tuple(size for _, parts in own for size in parts)
+            self._parts[id(outputs[0])] = dim, sizes
+            for source in sources:
+                self.joins.setdefault(source, set()).add(sizes)
 
     def _mixes(self, func: Callable[..., Any], owner: int) -> bool:
         """Tell whether a use that is not a product may still mix the entries of a dim."""

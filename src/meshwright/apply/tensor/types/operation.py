@@ -12,6 +12,9 @@ from meshwright.apply.tensor.types.lattice import PARTIAL, REPLICATED, Kind, Ref
 
 __all__: list[str] = []
 
+_FIRST = ("input", "query", "tensors", "self")
+"""Names of first arguments, for code that names each of them."""
+
 
 @dataclasses.dataclass(eq=False)
 class Operation:
@@ -31,6 +34,10 @@ class Operation:
     """The integer arguments in the whole run."""
 
     def __post_init__(self) -> None:
+        named = next((name for name in _FIRST if name in self.kwargs), None)
+        if not self.args and named is not None:
+            self.args = (self.kwargs[named],)
+            self.kwargs = {name: value for name, value in self.kwargs.items() if name != named}
         self._types = {id(value.tensor): value.type for value in self.inputs}
 
     def type(self, value: Any) -> Type:
