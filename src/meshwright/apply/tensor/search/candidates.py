@@ -76,7 +76,12 @@ class Options:
         """Yield (region, the same region with one more change)."""
         per_column = [self._groups_of(column) for column in self.pair.columns]
         combined = itertools.product(*(range(len(groups)) for groups in per_column))
-        for places in sorted(itertools.islice(combined, 256), key=sum)[:_MAX_COMBINATIONS]:
+
+        def unlikeness(places: tuple[int, ...]) -> tuple[int, int]:
+            """Columns of one row are hardly ever some in groups and some not."""
+            return len({len(own[place]) for own, place in zip(per_column, places, strict=True)}), sum(places)
+
+        for places in sorted(itertools.islice(combined, 256), key=unlikeness)[:_MAX_COMBINATIONS]:
             groups = tuple(own[place] for own, place in zip(per_column, places, strict=True))
             for of_row in self._groups_of_row():
                 for num_units in self._unit_counts([of_row, *groups]):

@@ -113,7 +113,7 @@ class Trace(TorchFunctionMode):
         self.joins: dict[int, set[tuple[int, ...]]] = {}
         """For a product: sizes of the tensors that were put together, side by side, with one that comes from it."""
         self.slices: dict[int, dict[int, set[int]]] = {}
-        """For a product: size of the last dim of a tensor that comes from it -> the bounds of slices of it."""
+        """For a product: size of a dim of a tensor that comes from it -> the bounds of slices of it."""
         self.drops: set[int] = set()
         """Products whose results met a dropout, whether it drew or not."""
         self.drawing: set[str] = set()
@@ -286,7 +286,9 @@ class Trace(TorchFunctionMode):
             for source in sources:
                 self.splits.setdefault(source, set()).add(tuple(args[1]))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][-1], slice):
-            size = args[0].shape[-1]
+            is_last = len(args[1]) >= args[0].dim() or any(item is Ellipsis or item is None for item in args[1])
+            place = -1 if is_last else len(args[1]) - 1
+            size = args[0].shape[place]
             bounds = {bound for bound in args[1][-1].indices(size)[:2] if 0 < bound < size}
             for source in sources if len(args[1]) in (args[0].dim(), 2) else ():
                 self.slices.setdefault(source, {}).setdefault(size, set()).update(bounds)
@@ -302,12 +304,13 @@ class Trace(TorchFunctionMode):
     def _note_parts(self, args: Any, kwargs: Any, outputs: list[Tensor], sources: frozenset[int]) -> None:
         tensors = args[0] if args else kwargs["tensors"]
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % outputs[0].dim()
-        own = [self._parts.get(id(tensor), (dim, (tensor.shape[dim],))) for tensor in tensors if tensor.dim() > dim]
-        if all(along == dim for along, _ in own):
-            sizes = tuple(size for _, parts in own for size in parts)
-            self._parts[id(outputs[0])] = dim, sizes
-            for source in sources:
-                self.joins.setdefault(source, set()).add(sizes)
+        sizes: tuple[int, ...] = ()
+        for tensor in tensors:
+            along, parts = self._parts.get(id(tensor), (dim, ()))
+            sizes += parts if parts and along == dim else (tensor.shape[dim],) if tensor.dim() > dim else ()
+        self._parts[id(outputs[0])] = dim, sizes
+        for source in sources:
+            self.joins.setdefault(source, set()).add(sizes)
 
     def _mixes(self, func: Callable[..., Any], owner: int) -> bool:
         """Tell whether a use that is not a product may still mix the entries of a dim."""
