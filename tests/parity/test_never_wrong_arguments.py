@@ -10,7 +10,10 @@ import meshwright as mw
 from meshwright import testing
 
 
-@pytest.mark.parametrize(("name", "plan"), [("caching", "tp=2"), ("caching", "tp=2,pp=2"), ("remembering", "tp=2")])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("caching", "tp=2"), ("caching", "tp=2,pp=2"), ("remembering", "tp=2"), ("sliding", "tp=2,pp=2")],
+)
 def test_an_inspection_leaves_arguments_as_they_were(name: str, plan: str) -> None:
     # A sentinel runs a layer twice more: neither run may show in what the layer is given, or in the object that collects.
     expected = jobs.run_plain(name)

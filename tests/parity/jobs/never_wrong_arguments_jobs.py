@@ -119,6 +119,38 @@ class RememberingStack(nn.Module):
         return self.head(x)
 
 
+class Sliding(nn.Module):
+    """Keeps its hidden features in a cache of all layers, and takes a number from there that is no layer's."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.up, self.down, self.place = nn.Linear(8, 12), nn.Linear(12, 8), place
+
+    def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
+        hidden = cache["keys"][self.place].update(torch.tanh(self.up(x)))
+        return x + cache["windows"][self.place].rate.to(x.dtype) * self.down(hidden)
+
+
+class Window:
+    """The window of one layer."""
+
+    def __init__(self) -> None:
+        self.rate = torch.tensor(0.75)
+
+
+class SlidingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sliding(place) for place in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = {"keys": [KeysOfLayer() for _ in range(3)], "windows": [Window() for _ in range(3)]}
+        for layer in self.layers:
+            x = layer(x, cache)
+        return self.head(x)
+
+
 @functools.lru_cache
 def factors(width: int) -> Tensor:
     """Factors that are computed once for each width."""
@@ -237,6 +269,7 @@ class PatchedStack(nn.Module):
 BUILD: dict[str, tuple[type[nn.Module], int, torch.dtype]] = {
     "caching": (CachingStack, 8, torch.float64),
     "remembering": (RememberingStack, 8, torch.float64),
+    "sliding": (SlidingStack, 8, torch.float64),
     "factored": (Factored, 8, torch.float64),
     "factored_stack": (FactoredStack, 8, torch.float64),
     "grouped": (GroupedStack, 16, torch.float32),

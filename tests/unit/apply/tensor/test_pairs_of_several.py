@@ -83,6 +83,20 @@ class Heads(nn.Module):
         return self.mean(h), F.softplus(self.spread(h))
 
 
+class Folded(nn.Module):
+    """Attention whose number of heads fits any width: nothing raises on shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.qkv, self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in self.qkv)
+        scores = q @ k.transpose(2, 3) * (WIDTH // HEADS) ** -0.5
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 def layout_of(net: nn.Module, x: Tensor) -> TensorLayout:
     torch.manual_seed(0)
     return Search(net.double(), 2, lambda copy: copy(x)).layout()
@@ -119,3 +133,9 @@ def test_branches_of_convolutions_are_columns_of_what_follows() -> None:
 def test_a_hidden_layer_of_two_heads_is_their_column() -> None:
     roles = roles_in(layout_of(Heads(), torch.randn(4, WIDTH).double()))
     assert roles == {"hidden": "column", "mean": "row", "spread": "row"}
+
+
+def test_a_number_of_heads_that_fits_any_width_is_the_shards() -> None:
+    layout = layout_of(nn.Sequential(Folded(), nn.Tanh()), torch.randn(2, 5, WIDTH).double())
+    (region,) = layout.regions
+    assert ("0", "heads") in region.integers

@@ -52,7 +52,7 @@ class Flow:
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
-        opens: Units whose calls use tensors in attributes of objects that they are given.
+        opens: Units whose calls use other units' tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
         shared: What a unit changes outside of its module, and others use, as text.
         has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.

@@ -294,12 +294,12 @@ class ForwardObserver(TorchFunctionMode):
     def _watch_unit(self, place: int, given: Any, result: Any, target: Any) -> None:
         """Find tensors of other calls that a unit uses without receiving them as arguments."""
         for tensor in tensors_in(given):
-            if id(tensor) in self._in_objects:
-                self._opens.add(self._calls[place]["unit"])
             known, made = value_of(tensor), getattr(tensor, _MADE, None)
             is_theirs = known is not None and known.owner is self and known.home != place
             if not is_theirs and (made is None or made.owner is not self or made.place == place):
                 continue
+            if id(tensor) in self._in_objects:
+                self._opens.add(self._calls[place]["unit"])
             if (
                 id(tensor) not in self._given
                 and not (known is not None and known.owner is self and known.home == place)

@@ -348,7 +348,7 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
             for base, region, before, changes in level:
                 for change in changes:
                     merged = _merge(base, region, change)
-                    if not _may_help(before, base, region, change):
+                    if not _may_help(before, base, change):
                         continue
                     reason = tried.known(merged) or (yield from tried.run(merged))
                     if reason != before:
@@ -356,15 +356,14 @@ def candidates(options: Options) -> Generator[Region, Difference, None]:
             level = following
 
 
-def _may_help(reason: Difference, base: Region, region: Region, change: Region) -> bool:
+def _may_help(reason: Difference, base: Region, change: Region) -> bool:
     """Tell whether a change may do something about the reason why a region failed, which is its base with changes so far.
 
-    A sum in its scope changes gradients alone, a norm results. Where one integer had to be the shard's, another may have to be,
-    without which nothing raises: `x.view(..., n_head, x.size(-1) // n_head)` fits any size.
+    A sum in its scope changes gradients alone, a norm results. An integer may have to be the shard's without which nothing
+    raises: `x.view(..., n_head, x.size(-1) // n_head)` and `x.unflatten(-1, (n_head, -1))` fit any size.
     """
     if change.roles == base.roles:
-        is_second = reason.kind is Disproof.RESULT_VALUES and region.integers != base.integers
-        return reason.kind.is_raised or change.integers == base.integers or is_second
+        return reason.kind.is_raised or change.integers == base.integers or reason.kind is Disproof.RESULT_VALUES
     if not {"inner", "channels"}.isdisjoint(change.roles.values()):
         return not reason.kind.is_gradient
     return reason.kind is Disproof.GRADIENT_VALUES
