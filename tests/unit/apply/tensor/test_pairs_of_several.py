@@ -97,6 +97,26 @@ class Folded(nn.Module):
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class Tail(nn.Module):
+    """Three layers, of which the first takes what a layer outside has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class Tailed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.tail = nn.Linear(WIDTH, HIDDEN), Tail()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(torch.tanh(self.before(x)))
+
+
 def layout_of(net: nn.Module, x: Tensor) -> TensorLayout:
     torch.manual_seed(0)
     return Search(net.double(), 2, lambda copy: copy(x)).layout()
@@ -139,3 +159,11 @@ def test_a_number_of_heads_that_fits_any_width_is_the_shards() -> None:
     layout = layout_of(nn.Sequential(Folded(), nn.Tanh()), torch.randn(2, 5, WIDTH).double())
     (region,) = layout.regions
     assert ("0", "heads") in region.integers
+
+
+def test_a_module_that_shards_enter_is_no_region_of_its_own() -> None:
+    # Its guard would prove its calls on whole tensors, and is given shards.
+    layout = layout_of(Tailed(), torch.randn(4, WIDTH).double())
+    spanning = [region for region in layout.regions if {"before.weight", "tail.first.weight"} <= region.cuts.keys()]
+    assert len(spanning) == 1
+    assert not any(region.scope == "tail" for region in layout.regions)

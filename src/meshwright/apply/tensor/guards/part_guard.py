@@ -151,6 +151,9 @@ class Guard:
     def _prove(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> tuple[bool, signatures.Kind]:
         """Return whether the call is proven, for which sizes, and whether only for these values."""
         names = signatures.names_of_sizes(args, kwargs)
+        if not self._all_have(len(names)):
+            self._note("ranks give it tensors of other sizes: what is cut before it reaches into it")
+            return False, (tuple(names.values()), 2)
         reason = f"{MAX_PROOFS} kinds of calls were proven, and there are ever new ones"
         sizes, values, is_anothers = set(names), 2, False
         elsewhere = self._tensors_elsewhere(args, kwargs)
@@ -172,15 +175,19 @@ class Guard:
         exact = tuple(name for name, is_any in zip(names.values(), any_size, strict=True) if not is_any)
         return bool(is_proven), (exact, -least)
 
+    def _all_have(self, number: int) -> bool:
+        """Tell whether all ranks have the same number."""
+        told = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
+        self._group.all_reduce(told, "min")
+        return told.tolist() == [number, -number]
+
     def _is_alike(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient, names: Mapping[int, str]
     ) -> bool:
         """Tell whether this call is the same on all ranks, numbers included: they would all run the same proof, and one does."""
         exact = self._signature(args, kwargs, (tuple(names.values()), 2), ambient)
         own = 0 if exact is None else (int(digest((self._structure, exact)), 16) >> 2) + 1
-        told = torch.tensor([own, -own], dtype=torch.int64, device=self._device)
-        self._group.all_reduce(told, "min")
-        return own != 0 and told.tolist() == [own, -own]
+        return self._all_have(own) and own != 0
 
     def _try(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient, sizes: set[int]

@@ -269,6 +269,8 @@ class Proving:
         proven = self.prove(scope, region)
         if not self._is_apart(proven):
             raise SurroundedError("it holds something that is cut by itself")
+        if any(_crosses(proven, other.scope) or _crosses(other, scope) for other in self._regions):
+            raise SurroundedError("shards of what is cut around it would enter or leave it")
         if accept is None:
             self._refuse_uses_elsewhere(proven)
         else:
@@ -370,6 +372,11 @@ class Proving:
             if name in self._trace.calls:
                 self.prove(name, own)
         self._refuse_uses_elsewhere(region)
+
+
+def _crosses(region: Region, scope: str) -> bool:
+    """Tell whether some of what a region cuts lies in this module and some does not: shards pass its boundary."""
+    return not region.is_apart and len({is_inside(name, scope) for name in region.cuts}) > 1
 
 
 def _where(path: tuple[str, ...]) -> str:
