@@ -83,7 +83,8 @@ def find_cut(
         return apart
     dim = differing.pop()
     drawn = tuple(0 if shape is None else shape[dim] for shape in shapes)
-    if slicing is not None and slicing[0] == dim and drawn == slicing[1]:
+    # The stream has three dims. As many heads as tokens, between the regions' columns and rows, are parts of four.
+    if slicing is not None and len(whole) == 3 and slicing[0] == dim and drawn == slicing[1]:
         return dataclasses.replace(dims, on_stream=True)
     if any(dims.dim == dim and shape[dim] % num_samples for shape in given):
         return apart

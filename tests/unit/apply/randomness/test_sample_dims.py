@@ -7,7 +7,7 @@ import torch
 
 from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace
-from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_dims, locate
+from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_cut, find_dims, locate
 
 CPU = torch.device("cpu")
 
@@ -96,3 +96,28 @@ def test_slices_of_a_tensor_draw_their_parts(dim: int) -> None:
 @pytest.mark.parametrize(("shape", "num_samples"), [((5, 2), 2), ((6, 3), 3), ((4,), 0)])
 def test_shapes_that_do_not_fit_have_no_place(shape: tuple[int, ...], num_samples: int) -> None:
     assert locate(shape, SiteDims(0), num_samples) is None
+
+
+@pytest.mark.parametrize(
+    ("whole", "shapes", "dim", "sizes"),
+    [
+        ((2, 4, 4, 4), [(2, 2, 4, 4), (2, 2, 4, 4)], 1, (2, 2)),  # heads, of which there are as many as tokens
+        ((2, 3, 5, 5), [(2, 2, 5, 5), (2, 1, 5, 5)], 1, (2, 1)),
+        ((2, 1, 5, 5), [(2, 1, 5, 5), None], None, ()),  # one head: the other rank has none
+        ((2, 2, 5, 5), [(2, 1, 5, 5), (2, 1, 5, 5), None], 1, (1, 1, 0)),
+    ],
+)
+def test_heads_are_a_cut(
+    whole: tuple[int, ...], shapes: list[tuple[int, ...] | None], dim: int | None, sizes: tuple[int, ...]
+) -> None:
+    found = find_cut(SiteDims(0, num_dims=4), whole, shapes, 0, num_samples=2, slicing=(1, (2, 2), 0))
+    assert found.cut == (None if dim is None else DrawnPart(dim, sizes, 0))
+    assert not found.on_stream
+    assert not found.is_apart
+
+
+def test_a_draw_on_the_stream_is_the_chains() -> None:
+    found = find_cut(
+        SiteDims(0, num_dims=3), (2, 4, 8), [(2, 2, 8), (2, 2, 8)], 0, num_samples=2, slicing=(1, (2, 2), 0)
+    )
+    assert found.on_stream
