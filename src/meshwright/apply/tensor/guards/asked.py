@@ -199,7 +199,12 @@ class Followed:
 
 
 def ask(
-    run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None = None, *, resizes: bool = False
+    run: Run,
+    fresh: Callable[[], tuple[nn.Module, Any]],
+    earlier: Followed | None = None,
+    *,
+    resizes: bool = False,
+    expected: list[Event] | None = None,
 ) -> Asked:
     """Return the sizes and values that the code of a call reads.
 
@@ -208,9 +213,11 @@ def ask(
         fresh: Returns a copy of the module, and of its arguments.
         earlier: What such runs have shown in another mode. It holds where the same functions give the same sizes.
         resizes: Whether sizes that the code gives are translated to shards'. Then those count that decide how.
+        expected: What such a run has called, where that is known.
     """
     module, inputs = fresh()
-    followed = _follow_sizes(run, fresh, earlier, resizes=resizes)
+    expected = expected or _events(run, *fresh(), resizes=resizes) or []
+    followed = _follow_sizes(run, fresh, earlier, expected, resizes=resizes)
     asked = Asked(module, inputs, origins=followed.origins, expected=followed.expected, resizes=resizes)
     try:
         run(module, inputs, asked)
@@ -222,9 +229,13 @@ def ask(
 
 
 def _follow_sizes(
-    run: Run, fresh: Callable[[], tuple[nn.Module, Any]], earlier: Followed | None, *, resizes: bool = False
+    run: Run,
+    fresh: Callable[[], tuple[nn.Module, Any]],
+    earlier: Followed | None,
+    expected: list[Event],
+    *,
+    resizes: bool,
 ) -> Followed:
-    expected = _events(run, *fresh(), resizes=resizes) or []
     if earlier is not None and expected and expected == earlier.expected:
         return earlier
     module, inputs = fresh()
@@ -248,10 +259,16 @@ def _follow_sizes(
     return Followed(expected, counts if len(own) <= _MAX_SIZES else set(own), found)
 
 
-def functions_called(run: Run, fresh: Callable[[], tuple[nn.Module, Any]]) -> list[Any] | None:
-    """Return the functions that the code of a call calls, in order; None where it raises. Arguments as in `ask`."""
-    events = _events(run, *fresh())
-    return None if events is None else [func for func, _ in events]
+def calls_the_same(run: Run, *calls: tuple[Callable[[], tuple[nn.Module, Any]], list[Event]]) -> bool:
+    """Tell whether calls come to their end with the same functions, each given as (as for `ask`, its events or nothing)."""
+    events = [known or _events(run, *fresh()) for fresh, known in calls]
+    return None not in events and len({tuple([func for func, _ in own or ()]) for own in events}) == 1
+
+
+def run_and_note(module: nn.Module, inputs: Any) -> tuple[Any, list[Event]]:
+    """Run a module; return its results, and the functions that it calls with the sizes that they give."""
+    with _Watched() as watched:
+        return module(*inputs[0], **inputs[1]), watched.events
 
 
 def _with_another(

@@ -21,7 +21,7 @@ from meshwright._torch_private import run_backward
 from meshwright.apply.modules.copies import map_call
 from meshwright.apply.tensor.cutting import Cutting, find_tensor
 from meshwright.apply.tensor.guards.ambient import surrounded_by
-from meshwright.apply.tensor.guards.asked import Asked, Followed, ask, functions_called
+from meshwright.apply.tensor.guards.asked import Asked, Event, Followed, ask, calls_the_same, run_and_note
 from meshwright.apply.tensor.proof.effects import Before, Left, foreign_parameter
 from meshwright.apply.tensor.proof.exact import Exact
 from meshwright.apply.tensor.proof.scope_values import ScopeValues, as_double
@@ -103,12 +103,11 @@ class Experiment:
         values: ScopeValues | None = None,
         only_asks: bool = False,
     ) -> None:
-        self.num_tp_ranks = num_tp_ranks
-        self._mode = mode
+        self.num_tp_ranks, self._mode, self._scope = num_tp_ranks, mode, scope
         self._values = values or ScopeValues(scope)
         self._generator = self._values.generator()
-        self._scope = scope
         self._only_asks = only_asks
+        self._called: list[Event] = []  # by the whole, where it is only asked
         self._ambient = call.ambient
         self._inputs = map_call((call.args, call.kwargs), self._input)
         self._cotangents: list[Tensor] = []
@@ -165,7 +164,11 @@ class Experiment:
         module, inputs = self._fresh()
         before = Before(module, inputs)
         with surrounded_by(self._ambient, gradients=True), Exact():
-            outputs = list(tensors_in(run_and_watch(module, inputs, record)))
+            if self._only_asks and self._ambient[0]:
+                results, self._called = run_and_note(module, inputs)
+            else:
+                results = run_and_watch(module, inputs, record)
+            outputs = list(tensors_in(results))
             left = before.left()
             for tensor in outputs:
                 self._cotangents.append(torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64))
@@ -191,14 +194,13 @@ class Experiment:
             with surrounded_by(self._ambient, gradients=gradients), Exact(), mode:
                 return list(tensors_in(module(*inputs[0], **inputs[1])))
 
-        called = None if few is None else functions_called(run, few._fresh)
-        if few is not None and called is not None and called == functions_called(run, self._fresh):
-            asked = ask(run, few._fresh, earlier, resizes=resizes)
-            pairs = zip(tensors_in(few._inputs), tensors_in(self._inputs), strict=True)
+        are_alike = few is not None and calls_the_same(run, *((one._fresh, one._called) for one in (few, self)))
+        of = few if few is not None and are_alike else self
+        asked = ask(run, of._fresh, earlier, resizes=resizes, expected=None if resizes else of._called)
+        if of is not self:
+            pairs = zip(tensors_in(of._inputs), tensors_in(self._inputs), strict=True)
             rows = {size: own for tensors in pairs for size, own in zip(*(t.shape for t in tensors), strict=True)}
             asked.sizes = {rows[size] for size in asked.sizes}
-        else:
-            asked = ask(run, self._fresh, earlier, resizes=resizes)
         # As it is called; if that is with gradients, also without.
         without = run(*self._fresh(), contextlib.nullcontext(), False if self._ambient[0] else None)
         pairs = zip(without, self.whole.outputs, strict=False)
