@@ -80,6 +80,24 @@ def _rows_beside(row: Product, trace: Trace, taken: set[int]) -> tuple[Product, 
     return tuple(calls[0] for calls in others) if are_alike and first[0] is row else ()
 
 
+def meets_whole(pair: Pair, trace: Trace) -> bool:
+    """Tell whether a column's result is added to a whole tensor of its shape, or joined with one: no cut of the pair fits.
+
+    What comes from a product of the pair's scope that is none of its columns is whole, as a stream that layers add to. What comes
+    from outside or from a side alone may be cut as it enters; what was broadcast or repeated follows the other one's shape.
+    """
+    columns = frozenset(column.key for column in pair.columns)
+    sides = frozenset(side.key for side in pair.sides)
+    scope = pair.scope(trace)
+    return any(
+        scope in product.path
+        for cut, other in trace.meetings.found
+        if other.isdisjoint(columns) and not cut.isdisjoint(columns)
+        for key in other - sides
+        for product in trace.products[key]
+    )
+
+
 def feeds_only_the_output(key: int, trace: Trace) -> bool:
     """Tell whether a product's results reach only the model's outputs."""
     return trace.successors.get(key, set()) <= {OUTPUT}

@@ -16,7 +16,7 @@ from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
 from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
 from meshwright.apply.tensor.search.other_layers import layer_by_its_outputs
-from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, pair_of
+from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, meets_whole, pair_of
 from meshwright.apply.tensor.search.proven_calls import ProvenCalls
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.sequences import find_chains
@@ -27,6 +27,10 @@ __all__: list[str] = []
 
 SMALL_SHARE = 0.01
 """A layer that stands alone is cut only where it holds at least this share of the parameters: to cut it costs an exchange."""
+
+_MEETS_WHOLE = (
+    "what it gives meets a whole tensor of the same shape before the next layer: a stream that layers add to, say"
+)
 
 
 class Search:
@@ -215,6 +219,9 @@ class Search:
             options = Options(pair, self._trace, self.num_tp_ranks)
             if options.scope not in self._trace.calls:
                 continue
+            if meets_whole(pair, self._trace):
+                self._give_up(keys, _MEETS_WHOLE, may_retry=rows)
+                continue
             self._try(options.scope, candidates(options), keys, "pair", may_retry=rows, is_mixed=pair.is_mixed)
 
     def _in_order(self) -> list[int]:
@@ -302,12 +309,16 @@ class Search:
             final = accept or proven
             self._accept(final, self._keys(final))
             return
+        if kind == "layer":
+            error = next((self._reasons[key] for key in keys if key in self._reasons), error)
+        self._give_up(keys, error, may_retry=may_retry)
+
+    def _give_up(self, keys: set[int], reason: str, *, may_retry: Collection[int] = ()) -> None:
         for key in keys:
             if key not in may_retry:
                 self._taken.add(key)
             self._failed.add(key)
-            if kind != "layer" or key not in self._reasons:
-                self._reasons[key] = error
+            self._reasons[key] = reason
 
     def _accept(self, region: Region, keys: set[int]) -> None:
         self._regions.append(region)

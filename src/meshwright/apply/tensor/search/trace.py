@@ -23,6 +23,7 @@ from meshwright._torch_private import TURNS, without_function_modes
 from meshwright.apply.modules.copies import copy_call
 from meshwright.apply.tensor.guards.ambient import Ambient, current_ambient, with_gradients
 from meshwright.apply.tensor.guards.signatures import call_key
+from meshwright.apply.tensor.search.meetings import Meetings
 from meshwright.apply.tensor.search.operations import (
     CONVOLUTIONS,
     ELEMENTWISE,
@@ -120,6 +121,8 @@ class Trace(TorchFunctionMode):
         """Names of the modules in which a dropout was."""
         self.counting: set[int] = set()
         """Embeddings that do more than look up: they shorten the vectors that are found, or count how often."""
+        self.meetings = Meetings()
+        """Sources of tensors that meet entry by entry."""
         self.uses: dict[int, dict[tuple[str, ...], set[str]]] = {}
         """Of a parameter or buffer: names of the modules that were running -> the functions that used it there."""
         self.into_cross_entropy: set[int] = set()
@@ -129,6 +132,7 @@ class Trace(TorchFunctionMode):
         self.distinct: dict[str, dict[str, Call]] = {}
         """By module and signature, the first of each; at most one more than MAX_CALLS."""
         self.num_calls: collections.Counter[str] = collections.Counter()
+        self._work: collections.Counter[str] = collections.Counter()
         self.module = module
         self.names: dict[int, list[str]] = {}
         """id of a parameter -> all its FQNs."""
@@ -201,8 +205,16 @@ class Trace(TorchFunctionMode):
             self._note_uses([*arguments_in(args), *arguments_in(kwargs)], getattr(func, "__name__", str(func)))
         if outputs:
             self._alive.append((args, kwargs, outputs))
+            self._work.update(self._path)
             self._note(func, args, kwargs, outputs)
         return result
+
+    def work_of(self, scope: str) -> int:
+        """Return the functions that give tensors in one run of each of a module's distinct calls [count].
+
+        It measures what a trial costs, the same on every machine and for every size of tensors.
+        """
+        return -(-self._work[scope] * len(self.distinct.get(scope, ())) // max(1, self.num_calls[scope]))
 
     def owner(self, product: Product) -> str:
         """Return the name of the module that owns a product's parameter, the innermost that was running."""
@@ -250,6 +262,7 @@ class Trace(TorchFunctionMode):
         self._note_details(func, args, kwargs, sources)
         if func in JOINS:
             self._note_parts(args, kwargs, outputs, sources)
+        self.meetings.note(func, [] if product else inputs, outputs, self._sources)
         mixing = [] if product else [owner for owner, _ in derived if self._mixes(func, owner)]
         for owner in mixing:  # recurrences, attention in one call: their results have no known sources
             for source in sources:
