@@ -13,7 +13,7 @@ fewer_rows  calls with fewer rows, on which most wrong regions fail
 narrowing   torch's own layers with fewer rows, for proofs of a vocabulary
 other_layers  layers whose weight no product takes as it is
 passed_on   results that a scope passes on to scopes that are the same
-work        how many functions failed proofs may run
+failed_work  how many functions failed proofs may run
 deadline    when a search ends with an error, since other ranks wait
 regions     trial of candidates until one is proven
 proven_calls  calls under which the cuts of a part are proven

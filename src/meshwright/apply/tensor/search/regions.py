@@ -21,6 +21,7 @@ from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
 from meshwright.apply.tensor.proof.shards_against_whole import Difference, Disproof, DisprovedError, in_words
 from meshwright.apply.tensor.search.deadline import Deadline
+from meshwright.apply.tensor.search.failed_work import FailedWork
 from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
 from meshwright.apply.tensor.search.other_sizes import ALWAYS_TRIED, OtherSizes
@@ -112,8 +113,8 @@ class _ScopeTrial:
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 
 
-class _Reasons:
-    """Reasons why ways to cut a pair failed: changes that alter none do not address it.
+class Reasons:
+    """Reasons why ways to cut a pair, or to enter a layer on slices, failed: changes that alter none do not address it.
 
     Args:
         most_alike: Failures for reasons that were there before, one after the other, which are borne [count].
@@ -153,6 +154,8 @@ class Proving:
         self._drawn = drawn
         self._deadline = deadline
         self._num_trials = 0
+        self.work = FailedWork(trace)
+        """What failed proofs have run."""
         self._found: dict[str, list[tuple[str, Region]]] = {}  # regions found for earlier scopes of the same structure
         self._failed: dict[str, dict[str, str]] = {}  # by structure, and by the modules' position
         self._last: _ScopeTrial | None = None
@@ -195,6 +198,10 @@ class Proving:
             try:
                 is_around = is_mixed or self._is_around(scope, keys)
                 most = MAX_TRIALS_AGAIN if failed else MAX_TRIALS_AROUND if is_around else MAX_TRIALS
+                if kind == "pair":
+                    if self.work.is_spent:
+                        return None, self.work.why_spent()
+                    most = min(most, self.work.most_trials(scope))
                 proven, error = self._first_proven(scope, tries, accept, most)
             except SurroundedError as surrounded:
                 return None, surrounded.message  # which says nothing about others of this structure
@@ -234,7 +241,7 @@ class Proving:
         surrounded: SurroundedError | None = None
         source = iter(tries)
         failed: list[tuple[Region, Difference]] = []
-        reasons = _Reasons(MOST_ALIKE if most == MAX_TRIALS else MOST_ALIKE_AROUND)
+        reasons = Reasons(MOST_ALIKE if most > MAX_TRIALS_AROUND else MOST_ALIKE_AROUND)
         for number in range(most):
             if not reasons.are_new_enough(difference):
                 break
@@ -289,8 +296,10 @@ class Proving:
         try:
             return self._prove_once(scope, region.below(scope)).above(scope)
         except DisprovedError:
+            self.work.add_failed(scope)
             raise
         except Exception as error:  # a trial that fails proves nothing
+            self.work.add_failed(scope)
             raise DisprovedError(
                 f"a cut was tried, and could not be compared with the whole: {in_words(error)}"
             ) from error

@@ -19,10 +19,9 @@ from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.proof.conditions import Conditions
 from meshwright.apply.tensor.proof.place_reads import PlaceReads
 from meshwright.apply.tensor.proof.scope_values import LastDrawn, ScopeValues
-from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
+from meshwright.apply.tensor.proof.shards_against_whole import Difference, DisprovedError
 from meshwright.apply.tensor.roles import is_stream
-from meshwright.apply.tensor.search.passed_on import PassedOn
-from meshwright.apply.tensor.search.regions import Proving
+from meshwright.apply.tensor.search.regions import MOST_ALIKE_AROUND, Proving, Reasons
 from meshwright.apply.tensor.search.trace import Call, Trace
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside, name_below, regions_inside
 from meshwright.trees import tensors_in
@@ -49,6 +48,8 @@ def find_chains(
     found = list(regions)
     for layers in _runs(trace):
         in_slices = [outer for chain in chains for outer in chain.layers]
+        if proving.work.is_spent:
+            break
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
         # Layers cut one by one give whole results: slices around them would be put together and taken apart again.
         if is_within or not all(any(not own.is_apart for own in regions_inside(layer, found)) for layer in layers):
@@ -116,11 +117,14 @@ def _try_run(
         )
         module = trace.module.get_submodule(layer)
         stream = _stream(layer, trace)
-        trial = _LayerTrial(module, trace.calls[layer], stream, alone, num_tp_ranks, drawn, layer, proving.passed_on)
+        trial = _LayerTrial(module, trace.calls[layer], stream, alone, num_tp_ranks, drawn, layer, proving)
+        reasons = Reasons(MOST_ALIKE_AROUND)
         for way in _known_first(ways.get(shape), _ways(layer, inside, trace)):
             dims_here, own = trial.check(way, dims)
             if dims_here and not _used_elsewhere(layer, own, trace):
                 break
+            if not reasons.are_new_enough(trial.difference):
+                return None, {}
         else:
             return None, {}
         ways[shape], dims = way, dims_here
@@ -165,7 +169,9 @@ class _LayerTrial:
     num_tp_ranks: int
     drawn: LastDrawn
     name: str
-    passed_on: PassedOn
+    proving: Proving
+    difference: Difference | None = None
+    """Why the last way failed, where that is known."""
     _made: dict[int, Conditions | None] = dataclasses.field(default_factory=dict[int, Conditions | None])
 
     def __post_init__(self) -> None:
@@ -179,14 +185,16 @@ class _LayerTrial:
     def check(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (the dims of these along which slices may lie, the parameters whose gradients then have to be summed)."""
         tried = ("chain", repr((way, self.chain, tuple(dims))))
-        known = self.passed_on.find(tried, self.name)
+        known = self.proving.passed_on.find(tried, self.name)
         if known is not None:
             return known
         with self.reads.watched():
             found = self._try(way, dims)
-        if found[0]:
+        if not found[0]:
+            self.proving.work.add_failed(self.name)
+        else:
             for same in {tuple(dims), found[0]}:  # of dims that are all right, nothing else is tried
-                self.passed_on.keep(("chain", repr((way, self.chain, same))), self.name, found, self.reads)
+                self.proving.passed_on.keep(("chain", repr((way, self.chain, same))), self.name, found, self.reads)
         return found
 
     def _try(self, way: tuple[Region, ...], dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -199,7 +207,8 @@ class _LayerTrial:
                 continue
             try:
                 own = conditions.check(TensorLayout(regions=way, chains=(chain,)), on_slices=True)
-            except DisprovedError:
+            except DisprovedError as error:
+                self.difference = error.difference
                 if dim == 1:
                     break
                 continue
