@@ -7,10 +7,14 @@ left alone (SyncBatchNorm), and so is all that a script calls outside of its mod
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
-from meshwright._torch_private import watch_collectives
+import torch
+
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -24,7 +28,7 @@ _IN_USERS_NAME = ("torch.distributed.nn", "torch.distributed._functional_collect
 
 def refuse_in_models() -> None:
     """Have collectives of torch.distributed refuse to be called by a model's or a loss's code while a plan runs it."""
-    watch_collectives(_refuse_inside)
+    _watch_collectives(_refuse_inside)
 
 
 def _refuse_inside(name: str) -> None:
@@ -55,3 +59,28 @@ def _refuse_inside(name: str) -> None:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+_SENDING = "all_reduce broadcast broadcast_object_list barrier reduce send recv batch_isend_irecv"
+_JOINING = "all_gather all_gather_into_tensor all_gather_object gather gather_object all_to_all all_to_all_single"
+_DIVIDING = "reduce_scatter reduce_scatter_tensor scatter scatter_object_list"
+
+
+def _watch_collectives(look: Callable[[str], None]) -> None:
+    """Have `torch.distributed`'s collectives call a function with their name first; once in a process.
+
+    `isend` and `irecv` stay torch's own objects, by which `P2POp` knows them.
+    """
+
+    def watched(name: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(torchs)
+        def collective(*arguments: Any, **keywords: Any) -> Any:
+            look(name)
+            return torchs(*arguments, **keywords)
+
+        collective._meshwright_looks = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+        return collective
+
+    for name in f"{_SENDING} {_JOINING} {_DIVIDING}".split():
+        if not hasattr(function := getattr(torch.distributed, name), "_meshwright_looks"):
+            setattr(torch.distributed, name, watched(name, function))
