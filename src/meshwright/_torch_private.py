@@ -50,8 +50,8 @@ __all__ = [
     "ProcessGroupGloo",
     "TorchDispatchMode",
     "WrapperTensor",
-    "compile_cuda",
     "cached_weights_of",
+    "compile_cuda",
     "cpu_backend",
     "cpu_backend_name",
     "current_function_mode",
@@ -108,7 +108,7 @@ without_view = torch.ops.aten._unsafe_view.default
 
 @contextlib.contextmanager
 def without_cached_weights() -> Generator[None]:
-    """Have parametrized weights made anew inside: `torch.nn.utils.parametrize.cached` around it knows modules by their ids alone."""
+    """Have parametrized weights made anew inside: torch's `parametrize.cached` around it knows modules by their ids alone."""
     kept, enabled = parametrize._cache, parametrize._cache_enabled
     parametrize._cache, parametrize._cache_enabled = {}, 0
     try:
@@ -119,7 +119,7 @@ def without_cached_weights() -> Generator[None]:
 
 @contextlib.contextmanager
 def cached_weights_of(kind: str) -> Generator[None]:
-    """Inside of `torch.nn.utils.parametrize.cached`, keep parametrized weights made of this kind of parameters apart from others."""
+    """Inside of torch's `parametrize.cached`, keep weights that are made of this kind of parameters apart from others."""
     outer: dict[Any, Any] = parametrize._cache
     if not parametrize._cache_enabled or outer.get("kind") == kind:
         yield
