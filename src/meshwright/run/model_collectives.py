@@ -16,8 +16,8 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 _SENDING = "all_reduce all_reduce_coalesced broadcast broadcast_object_list barrier reduce"
-_BETWEEN = "send recv isend irecv send_object_list recv_object_list"
-_JOINING = "all_gather all_gather_single all_gather_into_tensor all_gather_coalesced all_gather_object gather gather_object"
+_BETWEEN = "send recv isend irecv send_object_list recv_object_list gather gather_object"
+_JOINING = "all_gather all_gather_single all_gather_into_tensor all_gather_coalesced all_gather_object"
 _DIVIDING = "reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list all_to_all all_to_all_single"
 _COLLECTIVES = frozenset(f"{_SENDING} {_BETWEEN} {_JOINING} {_DIVIDING}".split())
 _INSIDE = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "typing_extensions", "warnings")
@@ -42,7 +42,7 @@ def _refuse_inside(called: FrameType) -> None:
     """
     if called.f_code.co_name not in _COLLECTIVES:
         return  # it asks for a rank or a size
-    name, frame = "", called
+    name, frame = "", _outermost(called)
     while frame is not None and _module_of(frame).startswith(_INSIDE):
         name = frame.f_code.co_name if frame.f_code.co_name in _COLLECTIVES else name
         frame = frame.f_back
@@ -64,6 +64,16 @@ def _refuse_inside(called: FrameType) -> None:
         fix="leave it out there, since a plan adds gradients and losses of all ranks by itself (a library that asks "
         "torch.distributed.is_initialized() mostly has a flag for it); rows of all ranks come from mw.gather_batch(rows)",
     )
+
+
+def _outermost(called: FrameType) -> FrameType:
+    """Return the frame of the collective that code has called: a function mode calls it again, by way of torch's and our code."""
+    found, frame = called, called.f_back
+    while frame is not None and _module_of(frame).startswith((*_INSIDE, "torch.", "meshwright.")):
+        if frame.f_code.co_name in _COLLECTIVES and _module_of(frame) == _module_of(called):
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def _module_of(frame: FrameType) -> str:

@@ -45,7 +45,7 @@ def test_a_model_that_an_engine_runs_may_not_call_one(engine: str, through: str)
         _calls("script", _calls(engine, _calls("torch.nn.modules.module", _calls("library.model", call))))()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch calls them deprecated from 2.13 on, by a wrapper around each
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch calls them deprecated, by a wrapper around each
 def test_torchs_own_functions_with_gradients_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", _torchs)
     call = functools.partial(with_gradients.all_reduce, torch.ones(2, requires_grad=True))
@@ -81,7 +81,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "broadcast_object_list": lambda: dist.broadcast_object_list([1], 0),
     "barrier": dist.barrier,
     "reduce": lambda: dist.reduce(_one(), 0),
-    "send": lambda: dist.send(_one(), 0),
     "irecv": lambda: dist.irecv(_one(), 0),
     "all_gather": lambda: dist.all_gather([_one()], _one()),
     "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(_one(), _one()),
@@ -112,8 +111,25 @@ def test_each_collective_is_seen_however_the_model_holds_it(name: str, group: No
         _calls("meshwright.run.step", library["call"])()
 
 
+_MODE = """
+from torch.overrides import TorchFunctionMode
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+"""
+
+
+def test_a_collective_is_seen_under_a_function_mode_of_a_trial(group: None) -> None:
+    passing = _module("meshwright.run.losses.trials", _MODE)["Passing"]
+    library = _module("library.model", "def call():\n    taken()", taken=CALLS["all_reduce"])
+    with passing(), pytest.raises(mw.ApplyError, match=r"calls torch\.distributed\.all_reduce"):
+        _calls("meshwright.run.step", library["call"])()
+
+
 def test_a_model_may_ask_for_its_rank_and_torchs_functions_stay_its_own(group: None) -> None:
-    ask = _module("library.model", "def call():\n    assert (rank(), size()) == (0, 1)", rank=dist.get_rank, size=dist.get_world_size)
+    source = "def call():\n    assert (rank(), size()) == (0, 1)"
+    ask = _module("library.model", source, rank=dist.get_rank, size=dist.get_world_size)
     _calls("meshwright.run.step", ask["call"])()
     for name in ("isend", "irecv", "all_reduce"):
         assert getattr(dist, name) is getattr(distributed_c10d, name)
