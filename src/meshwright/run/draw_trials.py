@@ -260,7 +260,7 @@ class DrawTrials:
     def _look_for_unseen_orders(
         self, found: DrawsFound, merged: Sequence[Call], loops: Sequence[Call]
     ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
-        """Try samples in reverse; note the calls whose order changes nothing now: noise that a weight of zero scales, for example."""
+        """Try samples in reverse; note the calls whose order changes nothing now: noise that a weight of zero scales."""
         found.is_proven = yield from self._holds_in_reverse(found)
         if not (found.is_proven and (merged or loops)):
             return
