@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroup, ProcessGroupGloo
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -48,6 +50,7 @@ __all__ = [
     "ProcessGroupGloo",
     "TorchDispatchMode",
     "WrapperTensor",
+    "cached_weights_of",
     "compile_cuda",
     "cpu_backend",
     "cpu_backend_name",
@@ -73,7 +76,7 @@ __all__ = [
     "set_worker_info",
     "storage_id",
     "unsafe_sparse",
-    "watch_collectives",
+    "without_cached_weights",
     "without_dispatch_modes",
     "without_function_modes",
     "without_function_subclasses",
@@ -101,6 +104,31 @@ without_function_subclasses = torch._C.DisableTorchFunctionSubclass  # pyright: 
 
 without_view = torch.ops.aten._unsafe_view.default
 """(tensor, shape) -> a result that lies in its memory and is no view of it to autograd: it may be written over."""
+
+
+@contextlib.contextmanager
+def without_cached_weights() -> Generator[None]:
+    """Have parametrized weights made anew inside: torch's `parametrize.cached` around it knows modules by their ids alone."""
+    kept, enabled = parametrize._cache, parametrize._cache_enabled
+    parametrize._cache, parametrize._cache_enabled = {}, 0
+    try:
+        yield
+    finally:
+        parametrize._cache, parametrize._cache_enabled = kept, enabled
+
+
+@contextlib.contextmanager
+def cached_weights_of(kind: str) -> Generator[None]:
+    """Inside of torch's `parametrize.cached`, keep weights that are made of this kind of parameters apart from others."""
+    outer: dict[Any, Any] = parametrize._cache
+    if not parametrize._cache_enabled or outer.get("kind") == kind:
+        yield
+        return
+    parametrize._cache = outer.setdefault(kind, {"kind": kind})
+    try:
+        yield
+    finally:
+        parametrize._cache = outer
 
 
 def leave_to_interpreter(package: str) -> None:
@@ -358,31 +386,6 @@ def offer_monitored_barrier(backend: str) -> None:
 
     for module in (distributed_c10d, torch.distributed):
         vars(module)["monitored_barrier"] = monitored_barrier
-
-
-_SENDING = "all_reduce broadcast broadcast_object_list barrier reduce send recv batch_isend_irecv"
-_JOINING = "all_gather all_gather_into_tensor all_gather_object gather gather_object all_to_all all_to_all_single"
-_DIVIDING = "reduce_scatter reduce_scatter_tensor scatter scatter_object_list"
-
-
-def watch_collectives(look: Callable[[str], None]) -> None:
-    """Have `torch.distributed`'s collectives call a function with their name first; once in a process.
-
-    `isend` and `irecv` stay torch's own objects, by which `P2POp` knows them.
-    """
-
-    def watched(name: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(torchs)
-        def collective(*arguments: Any, **keywords: Any) -> Any:
-            look(name)
-            return torchs(*arguments, **keywords)
-
-        collective._meshwright_looks = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
-        return collective
-
-    for name in f"{_SENDING} {_JOINING} {_DIVIDING}".split():
-        if not hasattr(function := getattr(torch.distributed, name), "_meshwright_looks"):
-            setattr(torch.distributed, name, watched(name, function))
 
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateImportUsage]

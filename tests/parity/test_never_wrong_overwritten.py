@@ -12,7 +12,7 @@ from tests.parity.jobs import overwritten_jobs as jobs
 import meshwright as mw
 from meshwright import testing
 
-WRITES = [jobs.write_all, jobs.write_one, jobs.write_entry, jobs.write_scale]
+WRITES = [jobs.write_all, jobs.write_one, jobs.write_entry, jobs.write_scale, jobs.write_moved]
 
 
 def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def test_sentinels_take_what_was_written_while_parameters_were_whole(plan: str) 
         equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["norm", "data", "teacher"])
+@pytest.mark.parametrize("kind", ["norm", "data", "teacher", "moved"])
 def test_a_forward_does_not_write_into_parameters_that_are_gathered(kind: str) -> None:
     for outcome in testing.run_outcomes(jobs.written_in_forward, 2, "dp=2,zero=3,whole_below=0", kind):
         assert isinstance(outcome.error, mw.ApplyError), f"{outcome.error!r}"

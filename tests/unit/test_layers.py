@@ -40,6 +40,7 @@ ORDER = (
     *TORCH_FREE_ORDER,
     *(
         "_torch_private",
+        "_torch_collectives",
         "_torch_dispatch",
         "trees",
         "comm",
@@ -71,7 +72,7 @@ MAY_IMPORT["__main__"] = frozenset({"cli", "cli_plan", "cli_errors"})
 TORCH_FREE = {*TORCH_FREE_ORDER, "__init__", "__main__", "cli", *CLI_PARTS}
 
 MAY_PRINT = {"cli.py", "cli_plan.py", "cli_errors.py", "train/progress.py"}
-MAY_USE_PRIVATE_TORCH = {"_torch_private.py", "_torch_dispatch.py"}
+MAY_USE_PRIVATE_TORCH = {"_torch_private.py", "_torch_dispatch.py", "_torch_collectives.py"}
 MAY_READ_ERRORS = {
     "_torch_texts.py"
 }  # torch raises plain RuntimeErrors of many kinds; our own errors have types and fields

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from meshwright._torch_private import without_cached_weights
+
 __all__: list[str] = []
 
 _CACHE: Final[Any] = type(functools.lru_cache(lambda: None))
@@ -31,12 +33,15 @@ _DEPTH: Final = 6
 def no_cached_tensors(*modules: nn.Module) -> Iterator[None]:
     """Clear, after the context, each cache that was filled inside of it and holds a tensor then.
 
+    Weights that `torch.nn.utils.parametrize.cached` keeps around the context are not used inside of it.
+
     Args:
         modules: Modules that run; caches of imported code are found without them.
     """
     before = {id(cache): cache.cache_info().misses for cache in _reached(modules)}
     try:
-        yield
+        with without_cached_weights():
+            yield
     finally:
         for cache in _reached(modules):
             if cache.cache_info().misses != before.get(id(cache), 0) and _holds_tensor(cache):

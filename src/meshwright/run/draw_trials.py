@@ -239,18 +239,17 @@ class DrawTrials:
             found.is_proven = yield from self._prove(found, placed, dims)
             if found.is_proven:
                 found.dims.update(dims)
-        if found.is_proven and (merged or loops):
+        if found.is_proven:
             yield from self._look_for_unseen_orders(found, merged, loops)
         found.by_sample = uses_python and not found.is_proven
         return Evidence()
 
     def _holds_in_reverse(self, found: DrawsFound) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
-        """Tell whether parts give the whole with the samples in reverse order, too: a loop may go in the order of a value."""
+        """Tell whether parts give the whole with the samples in reverse order, too: code may sort them by a value (a length)."""
         count = self._splitter.count
         num_samples = count(found.share)
-        share = (
-            join_samples(self._splitter.cut(found.share, num_samples)[::-1]) if self._splitter.splits_by_row else None
-        )
+        rows = self._splitter.cut(found.share, num_samples)[::-1] if self._splitter.splits_by_row else []
+        share = join_samples(rows) if rows else None
         if share is None:
             return True
         parts = self._splitter.cut(share, min(_NUM_PARTS, num_samples))
@@ -261,9 +260,10 @@ class DrawTrials:
     def _look_for_unseen_orders(
         self, found: DrawsFound, merged: Sequence[Call], loops: Sequence[Call]
     ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
-        """Note the calls whose order of samples changes nothing now: noise that a weight of zero scales, for example."""
-        if loops:
-            found.is_proven = yield from self._holds_in_reverse(found)
+        """Try samples in reverse; note the calls whose order changes nothing now: noise that a weight of zero scales."""
+        found.is_proven = yield from self._holds_in_reverse(found)
+        if not (found.is_proven and (merged or loops)):
+            return
         (whole,) = yield from self._run([(found.share, 0)], found.dims)
         turns = [[call for call in loops if call[0] == name] for name in dict.fromkeys(name for name, _ in loops)]
         for group in (few([[call] for call in merged]), few(turns)):

@@ -1,25 +1,32 @@
 """Collectives that a model's own code calls: refused by name where a plan runs that code.
 
 A plan runs a model on parts of a batch, and some ranks run it alone: to try out the loss, to find what can be cut. A collective
-inside of it would wait for ranks that are elsewhere, or add what the plan adds as well. torch's own layers and optimizers are
-left alone (SyncBatchNorm), and so is all that a script calls outside of its model and its loss.
+inside of it would wait for ranks that are elsewhere, or add what the plan adds as well; one of the same size as the plan's own
+would get other numbers. torch's own layers and optimizers are left alone (SyncBatchNorm), and so is all that a script calls
+outside of its model and its loss.
 """
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 
-from meshwright._torch_private import watch_collectives
+from meshwright._torch_collectives import watch_collectives
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
+_SENDING = "all_reduce all_reduce_coalesced broadcast broadcast_object_list barrier reduce"
+_BETWEEN = "send recv isend irecv send_object_list recv_object_list gather gather_object"
+_JOINING = "all_gather all_gather_single all_gather_into_tensor all_gather_coalesced all_gather_object"
+_DIVIDING = "reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list all_to_all all_to_all_single"
+_COLLECTIVES = frozenset(f"{_SENDING} {_BETWEEN} {_JOINING} {_DIVIDING}".split())
+_INSIDE = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "typing_extensions", "warnings")
+"""Where collectives are written, and what stands around them: what logs their errors, what tells that they are deprecated."""
 _ENGINE = ("meshwright.apply.", "meshwright.run.")
 _BUILDING = ("meshwright.run.assembly", "meshwright.run.building.")
 """What runs a builder, which may load files on one rank and wait."""
-_IN_USERS_NAME = ("torch.distributed.nn", "torch.distributed._functional_collectives")
-"""Parts of torch that call a collective because a user has."""
+_IN_USERS_NAME = ("torch.distributed.nn", "torch.distributed._functional_collectives", "torch.autograd.function")
+"""Parts of torch that call a collective because a user has, by way of the last one; torch's own layers have another first."""
 
 
 def refuse_in_models() -> None:
@@ -27,14 +34,20 @@ def refuse_in_models() -> None:
     watch_collectives(_refuse_inside)
 
 
-def _refuse_inside(name: str) -> None:
+def _refuse_inside(called: FrameType) -> None:
     """Raise ApplyError where the caller of a collective is code that an engine runs.
 
     Args:
-        name: The collective's.
+        called: The frame of a function of torch.distributed.
     """
-    frame: FrameType | None = sys._getframe(2)  # the caller of torch.distributed's function
-    while frame is not None and _module_of(frame).startswith(_IN_USERS_NAME):
+    if called.f_code.co_name not in _COLLECTIVES:
+        return  # it asks for a rank or a size
+    name, frame = "", _outermost(called)
+    while frame is not None and _module_of(frame).startswith(_INSIDE):
+        name = frame.f_code.co_name if frame.f_code.co_name in _COLLECTIVES else name
+        frame = frame.f_back
+    is_users = frame is not None and _module_of(frame).startswith(_IN_USERS_NAME)
+    while is_users and frame is not None and _module_of(frame).startswith((*_IN_USERS_NAME, *_INSIDE)):
         frame = frame.f_back
     caller = frame
     if caller is None or _module_of(caller).startswith(("torch.", "meshwright.")):
@@ -51,6 +64,16 @@ def _refuse_inside(name: str) -> None:
         fix="leave it out there, since a plan adds gradients and losses of all ranks by itself (a library that asks "
         "torch.distributed.is_initialized() mostly has a flag for it); rows of all ranks come from mw.gather_batch(rows)",
     )
+
+
+def _outermost(called: FrameType) -> FrameType:
+    """Return the frame of the collective that code has called: a function mode calls it again, by way of torch's and our code."""
+    found, frame = called, called.f_back
+    while frame is not None and _module_of(frame).startswith((*_INSIDE, "torch.", "meshwright.")):
+        if frame.f_code.co_name in _COLLECTIVES and _module_of(frame) == _module_of(called):
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def _module_of(frame: FrameType) -> str:

@@ -40,6 +40,11 @@ def write_entry(module: nn.Module) -> None:
     module[0].weight[0, 0] = 3.0
 
 
+def write_moved(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
 def write_scale(module: nn.Module) -> None:
     module[3].scale.fill_(2.0)
 
@@ -84,6 +89,8 @@ class Writing(nn.Sequential):
                 first.weight.div_(first.weight.norm())
             elif self.kind == "data":
                 first.weight.data.div_(first.weight.data.norm())
+            elif self.kind == "moved":
+                teacher.weight.data = teacher.weight.data * 0.9 + first.weight.data * 0.1
             else:
                 teacher.weight.lerp_(first.weight, 0.1)
         return self[2](torch.tanh(first(x)) + teacher(x))

@@ -233,3 +233,27 @@ def test_layers_that_a_first_evaluation_replaces_alike_are_kept() -> None:
     module = Replaces()
     assert settle(module, run, CPU, in_eval_mode_too=True)
     assert [type(block.inner).__name__ for block in module.blocks] == ["_Fast"] * 4
+
+
+class _Chooses(nn.Module):
+    """Keeps a flag, and draws the numbers of two of its layers until they differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_ready = True
+        chosen: set[int] = set()
+        while len(chosen) < 2:
+            chosen.add(int(torch.randint(4, ())))
+        while float(torch.rand(())) < 0.9:
+            x = x + 1
+        return sum((self.layers[place](x) for place in sorted(chosen)), x)
+
+
+def test_a_loop_that_draws_until_it_likes_the_number_ends_and_what_settles_is_kept() -> None:
+    module = _Chooses()
+    assert settle(module, run, CPU)
+    assert module.is_ready

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from meshwright.describe.fakes import make_fake_mode
 from meshwright.describe.function_caches import no_cached_tensors
@@ -97,3 +98,17 @@ def test_caches_are_cleared_after_an_error() -> None:
             raise ValueError
     except ValueError:
         assert type(table(7)) is Tensor
+
+
+def test_weights_that_a_parametrization_caches_are_a_trials_own():
+    """A trial runs without gradients: its weights would be the step's."""
+    layer = parametrizations.weight_norm(nn.Linear(2, 2))
+    with parametrize.cached():
+        with no_cached_tensors(), torch.no_grad():
+            assert layer.weight is not layer.weight
+        kept = layer.weight
+        with no_cached_tensors():
+            assert layer.weight is not kept
+        assert layer.weight is kept
+    assert kept.requires_grad
+    assert layer.weight is not kept

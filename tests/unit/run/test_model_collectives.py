@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as with_gradients
 from torch.distributed import distributed_c10d
 
 import meshwright as mw
@@ -27,9 +30,9 @@ def _calls(name: str, called: Callable[[], None]) -> Callable[[], None]:
     return _module(name, "def call():\n    called()", called=called)["call"]
 
 
-def _torchs() -> None:
-    """Stands for torch.distributed's function, which asks first."""
-    _refuse_inside("all_reduce")
+_SOURCE = "import sys\ndef all_reduce(*_, **__):\n    look(sys._getframe())"
+_torchs = _module("torch.distributed.distributed_c10d", _SOURCE, look=_refuse_inside)["all_reduce"]
+"""Stands for torch.distributed's function, which asks first."""
 
 
 @pytest.mark.parametrize("engine", ["meshwright.run.step", "meshwright.apply.pipeline.engine"])
@@ -40,6 +43,14 @@ def test_a_model_that_an_engine_runs_may_not_call_one(engine: str, through: str)
         mw.ApplyError, match=r"calls torch\.distributed\.all_reduce \(<string>:2\)[\s\S]*fix: leave it out"
     ):
         _calls("script", _calls(engine, _calls("torch.nn.modules.module", _calls("library.model", call))))()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch calls them deprecated, by a wrapper around each
+def test_torchs_own_functions_with_gradients_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", _torchs)
+    call = functools.partial(with_gradients.all_reduce, torch.ones(2, requires_grad=True))
+    with pytest.raises(mw.ApplyError, match=r"calls torch\.distributed\.all_reduce \(<string>:2\)"):
+        _calls("meshwright.run.step", _calls("library.model", call))()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +71,65 @@ def test_others_may(chain: list[str]) -> None:
     call()
 
 
-def test_operations_that_torch_knows_by_identity_stay_its_own() -> None:
+def _one() -> torch.Tensor:
+    return torch.ones(1)
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(_one()),
+    "broadcast": lambda: dist.broadcast(_one(), 0),
+    "broadcast_object_list": lambda: dist.broadcast_object_list([1], 0),
+    "barrier": dist.barrier,
+    "reduce": lambda: dist.reduce(_one(), 0),
+    "irecv": lambda: dist.irecv(_one(), 0),
+    "all_gather": lambda: dist.all_gather([_one()], _one()),
+    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(_one(), _one()),
+    "all_gather_object": lambda: dist.all_gather_object([None], 1),
+    "gather": lambda: dist.gather(_one(), [_one()]),
+    "gather_object": lambda: dist.gather_object(1, [None]),
+    "all_to_all_single": lambda: dist.all_to_all_single(_one(), _one()),
+    "reduce_scatter": lambda: dist.reduce_scatter(_one(), [_one()]),
+    "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(_one(), _one()),
+    "scatter": lambda: dist.scatter(_one(), [_one()]),
+    "scatter_object_list": lambda: dist.scatter_object_list([None], [1]),
+}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
     refuse_in_models()
-    assert (dist.isend, dist.irecv) == (distributed_c10d.isend, distributed_c10d.irecv)
-    assert dist.all_reduce is not distributed_c10d.all_reduce
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_each_collective_is_seen_however_the_model_holds_it(name: str, group: None) -> None:
+    library = _module("library.model", "def call():\n    taken()", taken=CALLS[name])
+    with pytest.raises(mw.ApplyError, match=rf"calls torch\.distributed\.{name}"):
+        _calls("meshwright.run.step", library["call"])()
+
+
+_MODE = """
+from torch.overrides import TorchFunctionMode
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+"""
+
+
+def test_a_collective_is_seen_under_a_function_mode_of_a_trial(group: None) -> None:
+    passing = _module("meshwright.run.losses.trials", _MODE)["Passing"]
+    library = _module("library.model", "def call():\n    taken()", taken=CALLS["all_reduce"])
+    with passing(), pytest.raises(mw.ApplyError, match=r"calls torch\.distributed\.all_reduce"):
+        _calls("meshwright.run.step", library["call"])()
+
+
+def test_a_model_may_ask_for_its_rank_and_torchs_functions_stay_its_own(group: None) -> None:
+    source = "def call():\n    assert (rank(), size()) == (0, 1)"
+    ask = _module("library.model", source, rank=dist.get_rank, size=dist.get_world_size)
+    _calls("meshwright.run.step", ask["call"])()
+    for name in ("isend", "irecv", "all_reduce"):
+        assert getattr(dist, name) is getattr(distributed_c10d, name)

@@ -85,7 +85,7 @@ class FlatUnit:
         """Whether it is trainable, or was: an own loop's zeros in `.grad` let the optimizer move it after it was frozen."""
         self._settling: Exchange | None = None
         self._coming: tuple[torch.Tensor, Pending] | None = None
-        self._versions: list[int] = []
+        self._stamps: list[tuple[int, int]] = []
         self.expect([True] * len(self.parameters))
         self._take_over(keep_whole=keep_whole)
 
@@ -175,7 +175,7 @@ class FlatUnit:
         self.flat, self._coming = flat, None
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(flat, index)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._stamps = self._read_stamps()
 
     def written_name(self, *, by_value: bool) -> str | None:
         """Return the name of a parameter that code wrote into since it was gathered, and a release would lose; or None.
@@ -185,13 +185,20 @@ class FlatUnit:
         """
         if self.flat is None or not self.is_gathered:
             return None
-        pairs = zip(self.names, self.parameters, self._versions, strict=True)
-        name = next((name for name, parameter, version in pairs if parameter._version != version), None)
+        name = self._find_stamped_anew()
         if name is not None or not by_value:
             return name
         own = self.flat.narrow(0, self.group.group_rank * self.layout.segment_numel, self.layout.segment_numel)
         is_same = torch.equal(own.view(torch.uint8), self.segment.detach().view(torch.uint8))
         return None if is_same else self.names[0]
+
+    def _read_stamps(self) -> list[tuple[int, int]]:
+        """Return what a write in place changes of each parameter, and an assignment to its `.data`."""
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]
+
+    def _find_stamped_anew(self) -> str | None:
+        pairs = zip(self.names, self._stamps, self._read_stamps(), strict=True)
+        return next((name for name, before, now in pairs if before != now), None)
 
     def release(self) -> None:
         """Free everything but this rank's segment. The parameters then read as NaN, of the right shape and without memory."""
@@ -200,7 +207,7 @@ class FlatUnit:
         self.flat = self._coming = None
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = self._placeholder.expand(shape)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._stamps = self._read_stamps()
 
     def refuse_lost_writes(self) -> None:
         """Raise ApplyError if a script wrote into parameters without values: the next gather would overwrite it."""
@@ -208,10 +215,9 @@ class FlatUnit:
         if not self.is_gathered or self.flat is not None or self._coming is not None:
             return
         is_spoiled = kept.device.type == "cpu" and kept.is_floating_point() and not math.isnan(kept.item())
-        if not is_spoiled and self._versions == [parameter._version for parameter in self.parameters]:
+        if not is_spoiled and self._stamps == self._read_stamps():
             return
-        pairs = zip(self.names, self.parameters, self._versions, strict=True)
-        name = next((name for name, parameter, version in pairs if parameter._version != version), self.names[0])
+        name = self._find_stamped_anew() or self.names[0]
         raise ApplyError(
             f"'{name}', or another parameter of its layer, was written over while this rank holds only a part of its values: "
             "what was written would be lost",
@@ -221,6 +227,7 @@ class FlatUnit:
     def keep_changes(self) -> None:
         """Copy what was written into gathered values back into this rank's segment. All ranks call it together."""
         if self.flat is not None and self.is_gathered:
+            self._take_over_moved(self.flat)
             begin = self.group.group_rank * self.layout.segment_numel
             own = self.flat[begin : begin + self.layout.segment_numel]
             is_written = torch.tensor([float(not torch.equal(own, self.segment))], device=self.segment.device)
@@ -230,7 +237,20 @@ class FlatUnit:
                 with torch.no_grad():
                     self.segment.copy_(own)
                     self.master.copy_(self.segment)
-            self._versions = [parameter._version for parameter in self.parameters]
+            self._stamps = self._read_stamps()
+
+    def _take_over_moved(self, flat: torch.Tensor) -> None:
+        """Copy values that a script has assigned to `.data` into the unit's memory."""
+        for index, parameter in enumerate(self.parameters):
+            view = self._view(flat, index)
+            if parameter.data_ptr() != view.data_ptr():
+                if parameter.shape != view.shape:
+                    raise ApplyError(
+                        f"'{self.names[index]}' was given values of shape {list(parameter.shape)}, and has {list(view.shape)}",
+                        fix="give it values of its own shape",
+                    )
+                view.copy_(parameter.data)
+                parameter.data = view
 
     def take_writes(self) -> None:
         """With `offload`, copy what was written into the values since the optimizer's last step to the host."""

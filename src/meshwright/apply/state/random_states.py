@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,15 +38,28 @@ def kept_random_states(devices: Iterable[torch.device], *, module: nn.Module) ->
             hooks.restore()
 
 
-class SteadyDraws(TorchDispatchMode):
-    """A context in which each operator that draws gives the same numbers for a shape, whatever was drawn before it.
+_MOST_STEADY = 100
+"""Draws of one operator for one shape that are the same [count]: code may draw until it likes what it gets."""
 
-    A forward that makes a layer draws its parameters too, and all later numbers of that forward are others.
+
+class SteadyDraws(TorchDispatchMode):
+    """A context of one forward in which an operator that draws gives the same numbers for a shape, whatever was drawn before it.
+
+    A forward that makes a layer draws its parameters too, and all later numbers of that forward are others. Numbers that are
+    drawn ever again for one shape differ from some call on, else a loop that rejects them would not end.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: collections.Counter[Any] = collections.Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(0)
+            first = next(iter(args), None)
+            call = func, first.shape if isinstance(first, torch.Tensor) else str(first)
+            self._counts[call] += 1
+            seed = max(0, self._counts[call] - _MOST_STEADY)
+            torch.default_generator.manual_seed(seed)
             if torch.cuda.is_initialized():
-                torch.cuda.manual_seed_all(0)
+                torch.cuda.manual_seed_all(seed)
         return func(*args, **(kwargs or {}))

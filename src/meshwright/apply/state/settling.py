@@ -115,9 +115,10 @@ def _run_twice(
     hooks = ParameterHooks(module)
     is_still = True
     try:
-        with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad(), SteadyDraws():
+        with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
             for _ in range(2):
-                outputs.append([tensor.detach().clone() for tensor in tensors_in(run(module))])
+                with SteadyDraws():
+                    outputs.append([tensor.detach().clone() for tensor in tensors_in(run(module))])
                 seen.append(state.read())
                 made.append([dict(vars(child)) for child in module.modules() if child not in before])
             is_still = not hooks.have_changed()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright._torch_private import without_dispatch_modes
+from meshwright._torch_private import without_cached_weights, without_dispatch_modes
 from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
 from meshwright.apply.randomness.alike import alike_draws
@@ -56,7 +56,7 @@ def compare_runs(
     modes = NotedDropout(), NotedDropout()
     with torch.no_grad(), without_dispatch_modes(), _noted():
         for run, mode in zip((cut, whole), modes, strict=True):
-            with left_as_it_was(module), drawing_again(drawn), insides_put_back(given), mode:
+            with left_as_it_was(module), drawing_again(drawn), insides_put_back(given), without_cached_weights(), mode:
                 outputs = run(map_tensors(given, torch.Tensor.clone))
                 results.append([make_whole(tensor) for tensor in tensors_in(map_tensors(outputs, torch.Tensor.detach))])
     findings = []

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_private import PlainCheckpoints, current_function_mode, without_function_modes
+from meshwright._torch_private import PlainCheckpoints, cached_weights_of, current_function_mode, without_function_modes
 from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import users_class, with_forward
 from meshwright.apply.recompute.checkpointing import with_repeated_forward
@@ -142,7 +142,8 @@ class Part:
         for region in self._regions:
             region.is_open = True
         try:
-            yield
+            with cached_weights_of("shards"):
+                yield
         finally:
             if opened:
                 ShardSwitch.close_part(opened)
@@ -224,6 +225,7 @@ class Part:
             with (
                 replaced_tensors(self.module, values, self._take_buffer),
                 PlainCheckpoints(lambda: True, lambda _: None),
+                cached_weights_of("whole"),
             ):
                 yield
             self._refuse_lost_hooks(values)

@@ -1,0 +1,81 @@
+"""Parametrized weights that a forward keeps by torch.nn.utils.parametrize.cached, under plans and in a plain loop."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+import meshwright as mw
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Two layers whose weights have a length of their own in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = weight_norm(nn.Linear(WIDTH, 16)), weight_norm(nn.Linear(16, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Cached(nn.Module):
+    """Runs its block twice on weights that are made once; with a penalty it reads one beside the block."""
+
+    def __init__(self, *, has_penalty: bool) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(WIDTH, WIDTH)
+        self.has_penalty = has_penalty
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            outputs = self.head(self.block(self.block(x)))
+            return outputs + self.block.up.weight.square().mean() if self.has_penalty else outputs
+
+
+def build(*, has_penalty: bool) -> nn.Module:
+    """Return the model."""
+    return Cached(has_penalty=has_penalty).double()
+
+
+def batch(length: int) -> tuple[Tensor, Tensor]:
+    """Return four samples."""
+    drawn = torch.Generator().manual_seed(length)
+    inputs = torch.randn(4, length, WIDTH, generator=drawn, dtype=torch.float64)
+    return inputs, inputs.flip(2)
+
+
+def loss_fn(outputs: Tensor, given: Any) -> Tensor:
+    """Return a mean over the samples."""
+    return (outputs - given[1]).square().mean()
+
+
+def plain() -> list[float]:
+    """Return the losses of a plain loop."""
+    torch.manual_seed(0)
+    module = build(has_penalty=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for length in (5, 3, 5):
+        optimizer.zero_grad()
+        given = batch(length)
+        loss = loss_fn(module(given[0]), given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def planned(line: str, *, has_penalty: bool = False) -> list[float]:
+    """Return the losses under a plan."""
+    make = functools.partial(build, has_penalty=has_penalty)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(make, line, loss_fn=loss_fn, optimizer=optimizer, seed=0) as model:
+        return [model.step(mw.split_batch(batch(length), model)).loss for length in (5, 3, 5)]

@@ -1,0 +1,23 @@
+"""Weights that torch.nn.utils.parametrize.cached keeps while a forward runs: trials and shards have their own."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tests.parity.jobs import cached_weights_jobs as jobs
+
+import meshwright as mw
+from meshwright import testing
+
+
+@pytest.mark.parametrize("line", ["tp=2", "dp=2", "dp=2,zero=3,whole_below=1"])
+def test_weights_that_a_forward_caches_are_one_devices(line: str) -> None:
+    for losses in testing.run_ranks(jobs.planned, 2, line):
+        assert losses == pytest.approx(jobs.plain(), rel=1e-11)
+
+
+def test_a_cached_shard_is_not_taken_for_the_weight_outside_of_its_layer() -> None:
+    for outcome in testing.run_outcomes(functools.partial(jobs.planned, has_penalty=True), 2, "tp=2"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "needs the whole tensor" in str(outcome.error)
