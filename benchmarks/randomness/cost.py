@@ -20,9 +20,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from meshwright.apply.randomness.forwards import ForwardDraws
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.sample_dims import SiteDims
-from meshwright.apply.randomness.sites import ForwardDraws, Names, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import Names, StepDraws, in_forward, in_step
 from surroundings import environment  # pyright: ignore[reportMissingImports]
 
 SHAPES = [(8, 64, 64), (8, 128, 512), (8, 512, 1024), (32, 12, 128, 128)]

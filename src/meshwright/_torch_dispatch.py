@@ -15,6 +15,7 @@ import torch.library
 
 __all__ = [
     "KeptBy",
+    "also_replace",
     "cudnn_rnn",
     "draws_intercepted",
     "draws_untouched",
@@ -66,6 +67,13 @@ class _DispatchKey:
             own.impl(name, kernel, with_keyset=True)
         self._libraries.extend((rest, own))
         self._spare_higher_orders()
+
+    def add(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
+        """Register kernels for more operators, for good."""
+        own = torch.library.Library("aten", "IMPL", self.name)
+        for name, kernel in kernels.items():
+            own.impl(name, kernel)
+        self._libraries.append(own)
 
     def _spare_higher_orders(self) -> None:
         """Have operators that take functions (a custom function under vmap, as masks of FlexAttention index) fall through.
@@ -125,6 +133,11 @@ def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
     # How torch was built tells enough, and unlike the question for a device leaves the driver alone.
     others = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None), torch.backends.mps.is_built())
     _DRAWS.replace(kernels, {"scaled_dot_product_attention": _attention} if any(others) else {})
+
+
+def also_replace(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace more operators inside `draws_intercepted`, for good; as for `replace_draws`."""
+    _DRAWS.add(kernels)
 
 
 def _attention(keys: Any, *given: Any, **options: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Orders of samples among draws: which ones to try where the one that is supposed does not give the outputs of the whole."""
+"""Orders of samples among draws, and rows that draws follow: what to try where the dims that are supposed give other outputs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.apply.randomness.forwards import DrawNote
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 
@@ -40,3 +41,27 @@ def orders(merged: Sequence[Call], loops: Sequence[Call] = ()) -> list[list[Call
     of_model = [call for call in merged if call[0] != LOSS]
     orders = [[*merged], *([of_model, of_loss] if of_loss and of_model else []), [*loops], [*merged, *loops]]
     return [order for place, order in enumerate(orders) if order and order not in orders[:place]]
+
+
+def following(
+    dims: Mapping[Call, SiteDims], whole: Mapping[Call, DrawNote], pieces: Sequence[Mapping[Call, DrawNote]]
+) -> Iterator[dict[Call, SiteDims]]:
+    """Yield sample dims in which draws on rows that an index has chosen follow these, in the order of the attempts.
+
+    Where all that may follow do, and where those alone do of which no dim is known.
+
+    Args:
+        dims: Known sample dims.
+        whole: What the whole batch drew.
+        pieces: What each of its parts drew.
+    """
+    found: dict[Call, SiteDims] = {}
+    for call, note in whole.items():
+        others = [piece[call].chosen for piece in pieces if call in piece]
+        if note.chosen is None or any(other not in (None, note.chosen) for other in others):
+            continue
+        dim, name = note.chosen
+        found[call] = SiteDims(dim, num_dims=len(note.shape), is_merged=True, follows=name, kind=note.kind)
+    unknown = {call: own for call, own in found.items() if call not in dims}
+    for tried in [found, *([unknown] if unknown and unknown != found else [])] if found else []:
+        yield {**dims, **tried}
