@@ -1,5 +1,7 @@
 """Operators that are replaced inside a context, at keys of torch's dispatcher; all others fall through them without a call.
 
+Beside them a check of torch's in Python, which a context lifts.
+
 Nothing here is documented as public by torch. Checked on torch 2.11 to 2.13.
 """
 
@@ -16,6 +18,7 @@ import torch.library
 __all__ = [
     "KeptBy",
     "also_replace",
+    "batches_of_one",
     "cudnn_rnn",
     "draws_intercepted",
     "draws_untouched",
@@ -177,6 +180,21 @@ def intercept_draws(wanted: bool) -> None:
 def draws_untouched() -> Any:
     """Return a context in which torch's own operators draw, whatever is asked for inside."""
     return _DRAWS.excluded()
+
+
+@contextlib.contextmanager
+def batches_of_one() -> Generator[None]:
+    """Let norms of groups and instances run on one sample of one value for each group, which torch's modules refuse.
+
+    Their operators give the same for such a sample as beside others, which they do not refuse.
+    """
+    functional: Any = torch.nn.functional
+    before = functional._verify_batch_size
+    functional._verify_batch_size = lambda *_: None
+    try:
+        yield
+    finally:
+        functional._verify_batch_size = before
 
 
 def is_transformed() -> bool:

@@ -30,6 +30,24 @@ def few(groups: list[list[Call]]) -> list[list[Call]]:
     return groups if len(groups) <= _MOST_TURNED else [[call for group in groups for call in group]]
 
 
+def of_unknown_order(
+    dims: Mapping[Call, SiteDims], merged: Sequence[Call], notes: Mapping[Call, DrawNote]
+) -> list[list[Call]]:
+    """Return the calls that may hold their samples in two orders, each by itself; those that follow one index together.
+
+    Args:
+        dims: Their sample dims.
+        merged: Calls whose samples lie beside other entries.
+        notes: What the whole batch drew with these dims; values may have chosen other rows before.
+    """
+    groups: dict[Call | str, list[Call]] = {}
+    for call in merged:
+        own, note = dims[call], notes.get(call)
+        if own.is_minor or note is None or not note.is_in_order:
+            groups.setdefault(call if own.follows is None else own.follows, []).append(call)
+    return list(groups.values())
+
+
 def orders(merged: Sequence[Call], loops: Sequence[Call] = ()) -> list[list[Call]]:
     """Return which calls to turn, in the order of the attempts: merged ones, those of the model, of the loss, loops, and all.
 

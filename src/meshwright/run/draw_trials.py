@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwright._torch_dispatch import batches_of_one
 from meshwright.apply.randomness.choosing import watch_choices
 from meshwright.apply.randomness.forwards import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS
@@ -27,7 +28,7 @@ from meshwright.apply.randomness.sites import StepDraws, called, in_forward, in_
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
-from meshwright.run.draw_orders import few, following, orders, turned
+from meshwright.run.draw_orders import few, following, of_unknown_order, orders, turned
 from meshwright.run.draw_parts import are_alike, are_parts
 from meshwright.run.losses.drawn import Tried, losses_of
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, join_samples
@@ -113,7 +114,8 @@ class TrialDraws:
                 step.on_unknown = told.append
                 python, own = PythonState(), Outside.of(self._module).generator_states()
                 try:
-                    with in_step(step), in_forward(self._forward), torch.set_grad_enabled(self._with_graph):
+                    graph = torch.set_grad_enabled(self._with_graph)
+                    with in_step(step), in_forward(self._forward), graph, batches_of_one():
                         yield
                 finally:
                     self.marks, self.uses_python = step.marks, python.has_moved()
@@ -284,7 +286,7 @@ class DrawTrials:
             found.is_proven = yield from self._holds_in_reverse(found)
         (whole,) = yield from self._run([(found.share, 0)], found.dims)
         turns = [[call for call in loops if call[0] == name] for name in dict.fromkeys(name for name, _ in loops)]
-        for group in (few([[call] for call in merged]), few(turns)):
+        for group in (few(of_unknown_order(found.dims, merged, whole.notes)), few(turns)):
             for calls in group:
                 other = turned(found.dims, calls)
                 if calls[0] in loops:  # a loop over samples may have any order: other numbers have to change something

@@ -20,10 +20,14 @@ def _loss(outputs: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(outputs, given[1])
 
 
-def train(name: str, line: str, *, steps: int = 3, count: int = 7, every: int = 1) -> tuple[list[float], list[float], list[str]]:
+def train(
+    name: str, line: str, *, steps: int = 3, count: int = 7, every: int = 1
+) -> tuple[list[float], list[float], list[str]]:
     """Return the losses, gradient norms and reasons of steps under a plan, on batches of other sizes from the second on."""
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    model = mw.apply_plan(functools.partial(_build, name), line, loss_fn=_loss, optimizer=sgd, seed=3, sentinel_every=every)
+    model = mw.apply_plan(
+        functools.partial(_build, name), line, loss_fn=_loss, optimizer=sgd, seed=3, sentinel_every=every
+    )
     results = [model.step(mw.split_batch(batch(name, step, count + step), model)) for step in range(steps)]
     reasons = [reason for reason in model.plan.reasons if reason.startswith("rng")]
     model.close()

@@ -55,7 +55,7 @@ class Experts(nn.Module):
             result = result.index_add(0, order // 2, torch.cat(parts) * weights.flatten()[order, None])
         for expert in range(0 if self.way == "sorted" else 3):
             if self.way == "mask":
-                mask = (chosen == expert).any(-1).view(x.shape[:2])
+                mask = (chosen == expert).any(-1).view(x.shape[:-1])
                 found = torch.zeros_like(x).masked_scatter(mask[..., None], self.run(expert, x[mask]))
                 result = result + found.reshape(-1, WIDTH)
                 continue
@@ -104,11 +104,11 @@ class OverEdges(nn.Module):
 
 
 class WithoutPadding(nn.Module):
-    """Layers on the entries of sequences that are no padding, beside each other."""
+    """Layers on the entries of sequences that are no padding, beside each other; then experts that choose among these."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.head = nn.ModuleList(Expert() for _ in range(2)), nn.Linear(WIDTH, 3)
+        self.layers, self.head = nn.ModuleList([Expert(), Expert(), Experts("loop")]), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scores of each sample, whose padding is zero."""
@@ -137,6 +137,7 @@ def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
     shape = (count, NODES, LENGTH) if name == "edges" else (count, LENGTH, WIDTH)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if name == "unpadded":
-        lengths = torch.randint(2, LENGTH + 1, (count,), generator=generator)
+        lengths = torch.randint(2, LENGTH + 1, (count,), generator=generator) if step else torch.full((count,), LENGTH)
+        lengths[: int(lengths.sum()) % count if step == 1 else 0] -= 1  # as many rows as if all samples had as many
         x *= (torch.arange(LENGTH) < lengths[:, None])[..., None]
     return x, torch.randint(0, 3, (count,), generator=generator)

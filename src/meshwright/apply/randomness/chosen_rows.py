@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -39,6 +40,8 @@ class Choice:
         memory: Of the chosen rows.
         begin: Where the first of them begins there [elements].
         stride: From one to the next [elements].
+        versions: Of the indices, by which a later write is known.
+        among: The choice of a module around this one that has made the rows among which this one chooses.
     """
 
     name: str
@@ -48,21 +51,20 @@ class Choice:
     memory: StorageWeakRef
     begin: int
     stride: int
-    versions: tuple[int, ...] = ()
+    versions: tuple[int, ...]
+    among: Choice | None
     found: Tensor | None = None
 
     @property
     def num_sources(self) -> int:
-        """Rows among which they were chosen [count]."""
-        total = 1
-        for size in self.sizes:
-            total *= size
-        return total
+        """Rows among which they were chosen, or those that these were chosen from [count]."""
+        return math.prod(self.sizes) if self.among is None else self.among.num_sources
 
     @property
     def is_unchanged(self) -> bool:
         """Whether the index still has the values by which it chose."""
-        return self.versions == tuple(index._version for index in self.indices)
+        is_same = self.versions == tuple(index._version for index in self.indices)
+        return is_same and (self.among is None or self.among.is_unchanged)
 
     def sources(self) -> Tensor:
         """Return the place of each row among those that were there to choose: int64, one dim."""
@@ -75,6 +77,8 @@ class Choice:
                 for index, size in zip(others, self.sizes[1:], strict=True):
                     places = places * size + index.long() % size
                 self.found = places
+            if self.among is not None:
+                self.found = self.among.sources()[self.found]
         return self.found
 
     def rows_in(self, given: Tensor) -> slice | None:
@@ -121,7 +125,13 @@ class ChosenRows:
         """
         versions = tuple(index._version for index in indices)
         memory, place = StorageWeakRef(result.untyped_storage()), (result.storage_offset(), result.stride(dim))
-        self._choices.append(Choice(name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions))
+        among = None
+        for choice in reversed(self._choices):
+            if choice.num_rows == math.prod(sizes) and choice.name != name and _is_around(choice.name, name):
+                among = choice
+                break
+        chosen = Choice(name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions, among)
+        self._choices.append(chosen)
 
     def look(
         self, shape: Sequence[int], running: Collection[str], given: Sequence[Tensor], num_samples: int
@@ -195,6 +205,10 @@ class ChosenRows:
         turns = before[sources] + _turns(sources)
         self._drawn[name, each] = before.index_add(0, sources, torch.ones_like(sources))
         return RowPlaces((samples + first + (turns << _TURN_BITS)).contiguous(), own.contiguous()), each
+
+
+def _is_around(outer: str, name: str) -> bool:
+    return name.startswith(f"{outer}." if outer else "")
 
 
 def _turns(sources: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ class DrawNote:
     """The modules whose forwards were running, each with the number of its call."""
     is_loose: bool = False
     """Whether a checkpoint repeats it in backward without the generator's state of its forward."""
+    is_in_order: bool = False
+    """Whether torch's own code lays a sample's entries next to each other."""
     chosen: tuple[int, str] | None = None
     """The dim with as many rows as an index chose before, and the module that chose them."""
 

@@ -9,11 +9,13 @@ import weakref
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshwright._torch_private import MODULE_CALL
 
 __all__: list[str] = []
 
+_ATTENTION = F.multi_head_attention_forward.__code__
 LOSS = "<loss>"
 """The name of code outside of the model's modules."""
 
@@ -62,6 +64,16 @@ class Names:
     def find(self) -> str:
         """Return the name of the innermost of the model's modules whose forward is running, `LOSS` outside of all."""
         return next(self.running(), LOSS)
+
+
+def batch_of_attention() -> int | None:
+    """Return the samples of torch's attention that runs now, whose heads lie inside of each [count]; None: none runs."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not MODULE_CALL:
+        if frame.f_code is _ATTENTION:
+            return frame.f_locals.get("bsz")
+        frame = frame.f_back
+    return None
 
 
 @functools.lru_cache(maxsize=4096)

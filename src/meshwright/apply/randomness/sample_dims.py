@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshwright.apply.randomness.names import series_of
 from meshwright.apply.randomness.philox import Level, merge_levels
@@ -236,3 +237,13 @@ def dims_of_others(
         return None
     is_plain = dims.cut is None and dims.follows is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
     return dims if is_plain else None
+
+
+def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
+    """Return known dims as JSON values, without cuts."""
+    return [[*call, d.kind, d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop, d.follows] for call, d in dims.items()]
+
+
+def from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
+    """Return what `to_rows` was given."""
+    return {(name, number): SiteDims(*rest, follows=by, kind=kind) for name, number, kind, *rest, by in rows}

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.forwards import DrawNote, ForwardDraws
-from meshwright.apply.randomness.names import LOSS, Names
+from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, RowPlaces, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate, locate_in_row
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
@@ -346,8 +346,15 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     if forward.notes is not None:
         within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
         running, given = {name for name, _ in within} | {LOSS}, list(step.names.given())
-        chosen = forward.rows.look(shape, running, given, forward.num_samples)
-        forward.notes[call] = DrawNote(kind, shape, _running.slicing, within, is_in_loose_checkpoint(), chosen)
+        forward.notes[call] = DrawNote(
+            kind,
+            shape,
+            _running.slicing,
+            within,
+            is_loose=is_in_loose_checkpoint(),
+            is_in_order=batch_of_attention() == forward.num_samples,
+            chosen=forward.rows.look(shape, running, given, forward.num_samples),
+        )
     return step.place_of(call, forward, shape, kind)
 
 
