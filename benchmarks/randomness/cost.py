@@ -145,7 +145,7 @@ def main() -> None:
                 row = rows[-1]
                 print(name, shape, dtype, f"{row['torch_s'] * 1e6:.0f} us", f"{row['ratio']:.3f}", row["quartiles"])
     watch_choices()
-    for name, module, shape in (("experts", Experts(512), (8, 128, 512)), ("edges", Edges(), (8, 250, 4))):
+    for name, module, shape in (("experts", Experts(256), (4, 128, 256)), ("edges", Edges(), (8, 250, 4))):
         row = compare(module, torch.randn(shape, requires_grad=True))
         rows.append({"what": name, "shape": list(shape), "dtype": "torch.float32"} | row)
         print(name, shape, f"{row['torch_s'] * 1e6:.0f} us", f"{row['ratio']:.3f}", row["quartiles"])

@@ -25,17 +25,19 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of three experts for each token, those alone that a token has chosen.
+    """Two experts for each token, those alone that a token has chosen.
 
     Args:
-        way: "loop" as transformers' models choose, "mask", "inline" without modules of their own, "sorted" in one gather.
+        way: "loop" as transformers' models choose, "mask", "inline" without modules of their own, "sorted" in one gather; "many"
+            are more than the tokens of a batch call.
     """
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(Expert() for _ in range(3))
+        self.num_experts = 40 if way == "many" else 3
+        self.router = nn.Linear(WIDTH, self.num_experts)
+        self.experts = nn.ModuleList(Expert() for _ in range(self.num_experts))
 
     def run(self, expert: int, x: Tensor) -> Tensor:
         """Return an expert's result; of "inline" all draws are this module's own."""
@@ -53,7 +55,7 @@ class Experts(nn.Module):
             rows, counts = tokens[order // 2], torch.bincount(chosen.flatten(), minlength=3).tolist()
             parts = [own(part) for own, part in zip(self.experts, rows.split(counts), strict=True)]
             result = result.index_add(0, order // 2, torch.cat(parts) * weights.flatten()[order, None])
-        for expert in range(0 if self.way == "sorted" else 3):
+        for expert in range(0 if self.way == "sorted" else self.num_experts):
             if self.way == "mask":
                 mask = (chosen == expert).any(-1).view(x.shape[:-1])
                 found = torch.zeros_like(x).masked_scatter(mask[..., None], self.run(expert, x[mask]))
@@ -125,7 +127,7 @@ def moe(way: str) -> Callable[[], nn.Module]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{way: moe(way) for way in ("loop", "mask", "inline", "sorted")},
+    **{way: moe(way) for way in ("loop", "mask", "inline", "sorted", "many")},
     "edges": OverEdges,
     "unpadded": WithoutPadding,
 }

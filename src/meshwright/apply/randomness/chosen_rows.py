@@ -85,7 +85,7 @@ class Choice:
         """Return which of the chosen rows a tensor holds, as parts of them do that are split off; None: it is another tensor."""
         if not given.dim() or self.memory.expired() or StorageWeakRef(given.untyped_storage()) != self.memory:
             return None
-        first, rest = divmod(given.storage_offset() - self.begin, max(1, self.stride))
+        first, rest = divmod(int(given.storage_offset()) - self.begin, max(1, self.stride))
         is_in_order = rest == 0 and (given.stride(0) == self.stride or len(given) == 1)
         fits = is_in_order and 0 <= first <= first + len(given) <= self.num_rows
         return slice(first, first + len(given)) if fits else None
@@ -124,7 +124,10 @@ class ChosenRows:
             dim: The dim of it that holds the rows.
         """
         versions = tuple(index._version for index in indices)
-        memory, place = StorageWeakRef(result.untyped_storage()), (result.storage_offset(), result.stride(dim))
+        memory, place = (
+            StorageWeakRef(result.untyped_storage()),
+            (int(result.storage_offset()), int(result.stride(dim))),
+        )
         among = None
         for choice in reversed(self._choices):
             if choice.num_rows == math.prod(sizes) and choice.name != name and _is_around(choice.name, name):

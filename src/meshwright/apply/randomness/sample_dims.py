@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.apply.randomness.names import series_of
+from meshwright.apply.randomness.names import LOSS, series_of
 from meshwright.apply.randomness.philox import Level, merge_levels
 
 __all__: list[str] = []
@@ -227,7 +227,7 @@ def dims_of_others(
     series = series_of(name)
     for chosen in (
         {dims for (other, _), dims in alike.items() if other == name},
-        {dims for (other, n), dims in alike.items() if n == number and series_of(other) == series},
+        {_moved(dims, name) for (other, n), dims in alike.items() if n == number and series_of(other) == series},
     ):
         if chosen:
             return chosen.pop() if len(chosen) == 1 else None
@@ -237,6 +237,13 @@ def dims_of_others(
         return None
     is_plain = dims.cut is None and dims.follows is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
     return dims if is_plain else None
+
+
+def _moved(dims: SiteDims, name: str) -> SiteDims:
+    """Return a sibling's dims for a module of this name: rows follow the module as far outside of it."""
+    if not dims.follows or dims.follows == LOSS:
+        return dims
+    return dataclasses.replace(dims, follows=".".join(name.split(".")[: dims.follows.count(".") + 1]))
 
 
 def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
