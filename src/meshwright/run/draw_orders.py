@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.apply.randomness.chosen_rows import row_dims
 from meshwright.apply.randomness.forwards import DrawNote
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
@@ -75,11 +76,17 @@ def following(
     """
     found: dict[Call, SiteDims] = {}
     for call, note in whole.items():
-        others = [piece[call].chosen for piece in pieces if call in piece]
-        if note.chosen is None or any(other not in (None, note.chosen) for other in others):
-            continue
-        dim, name = note.chosen
-        found[call] = SiteDims(dim, num_dims=len(note.shape), is_merged=True, follows=name, kind=note.kind)
+        notes = [note, *(piece[call] for piece in pieces if call in piece)]
+        places = [set(_dims_of_rows(one)) for one in notes]
+        dim = min(set.intersection(*places), default=None)
+        if dim is not None and note.chosen is not None and len({one.chosen and one.chosen[1] for one in notes}) == 1:
+            found[call] = SiteDims(
+                dim, num_dims=len(note.shape), is_merged=True, follows=note.chosen[1], kind=note.kind
+            )
     unknown = {call: own for call, own in found.items() if call not in dims}
     for tried in [found, *([unknown] if unknown and unknown != found else [])] if found else []:
         yield {**dims, **tried}
+
+
+def _dims_of_rows(note: DrawNote) -> list[int]:
+    return [dim for dim in row_dims(note.shape) if note.chosen is not None and note.shape[dim] == note.chosen[0]]

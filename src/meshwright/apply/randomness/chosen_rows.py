@@ -139,7 +139,7 @@ class ChosenRows:
     def look(
         self, shape: Sequence[int], running: Collection[str], given: Sequence[Tensor], num_samples: int
     ) -> tuple[int, str] | None:
-        """Return the dim of a draw that holds rows chosen before, and the module that chose them; None: there is none.
+        """Return how many rows were chosen for a draw, and the module that chose them; None: there is no such choice.
 
         Args:
             shape: What is drawn.
@@ -147,24 +147,23 @@ class ChosenRows:
             given: What these were called with.
             num_samples: Of the forward [count].
         """
-        dim = next((dim for dim, size in enumerate(shape) if size != 1), 0)
-        if dim < len(shape):
-            for choice, _ in self._chosen(shape[dim], given):
-                if choice.name in running and choice.num_sources % num_samples == 0:
-                    return dim, choice.name
+        sizes = {shape[dim] for dim in row_dims(shape)}
+        for choice, num_rows, _ in self._chosen(sizes, given):
+            if choice.name in running and choice.num_sources % num_samples == 0:
+                return num_rows, choice.name
         return None
 
-    def _chosen(self, num_rows: int, given: Sequence[Tensor]) -> Iterator[tuple[Choice, slice]]:
-        """Yield choices of so many rows, with which of them: those that running modules were given, then the last ones."""
+    def _chosen(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[Choice, int, slice]]:
+        """Yield choices of as many rows as one of these sizes, how many and which: of what modules were given, then the last."""
         for tensor in given:
-            if tensor.dim() and len(tensor) == num_rows:
+            if tensor.dim() and len(tensor) in sizes:
                 for choice in reversed(self._choices):
                     rows = choice.rows_in(tensor)
                     if rows is not None:
-                        yield choice, rows
+                        yield choice, len(tensor), rows
         for choice in reversed(self._choices):
-            if choice.num_rows == num_rows:
-                yield choice, slice(None)
+            if choice.num_rows in sizes:
+                yield choice, choice.num_rows, slice(None)
 
     def place(
         self, call: Call, dims: SiteDims, num_rows: int, *, given: Sequence[Tensor], first: int, num_samples: int
@@ -184,7 +183,7 @@ class ChosenRows:
         known = self._places.get(call)
         if known is not None:
             return known if len(known[0].samples) == num_rows else None
-        found = next(((c, rows) for c, rows in self._chosen(num_rows, given) if c.name == dims.follows), None)
+        found = next(((c, rows) for c, _, rows in self._chosen({num_rows}, given) if c.name == dims.follows), None)
         if found is None or found[0].num_sources % num_samples or not found[0].is_unchanged:
             return None
         with torch.no_grad(), draws_untouched():
@@ -208,6 +207,16 @@ class ChosenRows:
         turns = before[sources] + _turns(sources)
         self._drawn[name, each] = before.index_add(0, sources, torch.ones_like(sources))
         return RowPlaces((samples + first + (turns << _TURN_BITS)).contiguous(), own.contiguous()), each
+
+
+def row_dims(shape: Sequence[int]) -> list[int]:
+    """Return the dims of a draw that may hold chosen rows: the first one, and others behind dims of one entry alone."""
+    dims: list[int] = []
+    for dim, size in enumerate(shape):
+        dims.append(dim)
+        if size != 1:
+            break
+    return dims
 
 
 def _is_around(outer: str, name: str) -> bool:

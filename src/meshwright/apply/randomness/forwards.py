@@ -26,7 +26,7 @@ class DrawNote:
     is_in_order: bool = False
     """Whether torch's own code lays a sample's entries next to each other."""
     chosen: tuple[int, str] | None = None
-    """The dim with as many rows as an index chose before, and the module that chose them."""
+    """How many rows an index has chosen for it, and the module that chose them."""
 
 
 class ForwardDraws:
