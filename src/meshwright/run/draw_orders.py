@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.apply.randomness.chosen_rows import row_dims
-from meshwright.apply.randomness.forwards import DrawNote
+from meshwright.apply.randomness.forward_draws import DrawNote
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 

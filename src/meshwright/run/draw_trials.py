@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright._torch_dispatch import batches_of_one
 from meshwright.apply.randomness.choosing import watch_choices
-from meshwright.apply.randomness.forwards import DrawNote, ForwardDraws
+from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims

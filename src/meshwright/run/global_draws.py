@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.randomness.choosing import watch_choices
-from meshwright.apply.randomness.forwards import ForwardDraws
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.gpu import is_there
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators

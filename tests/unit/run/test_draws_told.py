@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.apply.randomness.forwards import ForwardDraws
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.sites import begin_again, in_forward
 from meshwright.run.draw_parts import are_parts
 from meshwright.run.global_draws import _why_torch_draws

@@ -9,7 +9,7 @@ sample_loops     draws of a loop over samples, each known by its sample
 chosen_rows      rows that an index has chosen, followed to their samples
 choosing         torch operators that choose rows, seen where draws follow them
 names            names of modules, by which calls are known
-forwards         one forward: how often modules have drawn, and what a trial notes
+forward_draws    one forward: how often modules have drawn, and what a trial notes
 sites            calls that draw, the step and forward that they belong to
 alike            draws that are the same in several runs of one piece of code
 recurrences      recurrent layers with dropout between them, on a GPU and of packed samples

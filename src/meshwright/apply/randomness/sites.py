@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
-from meshwright.apply.randomness.forwards import DrawNote, ForwardDraws
+from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, RowPlaces, key_of, merge_levels
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate, locate_in_row

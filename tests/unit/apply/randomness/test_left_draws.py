@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright._torch_dispatch import draws_intercepted
 from meshwright.apply.pipeline.walking.draws import Draws
-from meshwright.apply.randomness.forwards import ForwardDraws
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.sites import StepDraws, draws_by_place, in_forward, in_step
