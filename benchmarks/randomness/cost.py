@@ -20,9 +20,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from meshwright.apply.randomness.choosing import watch_choices
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.operators import install_operators
+from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import SiteDims
 from meshwright.apply.randomness.sites import Names, StepDraws, in_forward, in_step
 from surroundings import environment  # pyright: ignore[reportMissingImports]

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright._torch_dispatch import batches_of_one
-from meshwright.apply.randomness.choosing import watch_choices
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.philox import key_of
+from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.apply.randomness.sample_loops import find_loops, note_loops
 from meshwright.apply.randomness.sites import StepDraws, called, in_forward, in_step

@@ -11,12 +11,12 @@ import numpy as np
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.randomness.choosing import watch_choices
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.gpu import is_there
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
+from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_cut, from_rows, to_rows
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
