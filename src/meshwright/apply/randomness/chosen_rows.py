@@ -29,7 +29,7 @@ _TURN_BITS = 40
 
 
 @dataclasses.dataclass(slots=True)
-class Choice:
+class ChosenByIndex:
     """Rows that an index has chosen.
 
     Args:
@@ -52,7 +52,7 @@ class Choice:
     begin: int
     stride: int
     versions: tuple[int, ...]
-    among: Choice | None
+    among: ChosenByIndex | None
     found: Tensor | None = None
 
     @property
@@ -95,7 +95,7 @@ class ChosenRows:
     """The choices of one forward, and the rows that have drawn."""
 
     def __init__(self) -> None:
-        self._choices: collections.deque[Choice] = collections.deque(maxlen=_MOST_KEPT)
+        self._choices: collections.deque[ChosenByIndex] = collections.deque(maxlen=_MOST_KEPT)
         self._drawn: dict[tuple[str, int], Tensor] = {}
         self._places: dict[Call, tuple[RowPlaces, int]] = {}
 
@@ -133,7 +133,7 @@ class ChosenRows:
             if choice.num_rows == math.prod(sizes) and choice.name != name and _is_around(choice.name, name):
                 among = choice
                 break
-        chosen = Choice(name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions, among)
+        chosen = ChosenByIndex(name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions, among)
         self._choices.append(chosen)
 
     def look(
@@ -153,7 +153,7 @@ class ChosenRows:
                 return num_rows, choice.name
         return None
 
-    def _chosen(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[Choice, int, slice]]:
+    def _chosen(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[ChosenByIndex, int, slice]]:
         """Yield choices of as many rows as one of these sizes, how many and which: of what modules were given, then the last."""
         for tensor in given:
             if tensor.dim() and len(tensor) in sizes:
@@ -193,7 +193,7 @@ class ChosenRows:
         return self._places[call]
 
     def _places_of(
-        self, choice: Choice, rows: slice, name: str, *, is_minor: bool, first: int, num_samples: int
+        self, choice: ChosenByIndex, rows: slice, name: str, *, is_minor: bool, first: int, num_samples: int
     ) -> tuple[RowPlaces, int]:
         sources = choice.sources()[rows]
         each = choice.num_sources // num_samples
