@@ -20,9 +20,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.operators import install_operators
+from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import SiteDims
-from meshwright.apply.randomness.sites import ForwardDraws, Names, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import Names, StepDraws, in_forward, in_step
 from surroundings import environment  # pyright: ignore[reportMissingImports]
 
 SHAPES = [(8, 64, 64), (8, 128, 512), (8, 512, 1024), (32, 12, 128, 128)]
@@ -50,11 +52,43 @@ class Chain(nn.Module):
         return x + self.drop(self.down(self.drop(F.gelu(self.up(x)))))
 
 
+class Experts(nn.Module):
+    """Eight experts, two for each token: rows that an index chooses, with two dropouts in each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, 8), nn.ModuleList(Chain(width) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the stream after the experts."""
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == number)
+            result = result.index_add(0, rows, expert(tokens[rows]) * weights[rows, place, None])
+        return x + result.view(x.shape)
+
+
+class Edges(nn.Module):
+    """Dropout on four numbers for each of many edges, whose rows are short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("source", torch.randint(0, 2000, (20000,)).sort().values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return sums over nodes."""
+        nodes = x.flatten(0, 1)
+        edges = F.dropout(nodes.index_select(0, self.source), 0.1)
+        return torch.zeros_like(nodes).index_add(0, self.source, edges)
+
+
 def step(module: nn.Module, x: torch.Tensor, *, draws: bool) -> float:
     """Return the seconds of a forward and a backward."""
     start = time.perf_counter()
     if draws:
-        with in_step(StepDraws("0/step/0", Names(module), DIMS)):
+        with in_step(StepDraws("0/step/0", Names(module), CHOSEN.get(type(module), DIMS))):
             with in_forward(ForwardDraws(0, x.shape[0])):
                 out = module(x)
             out.sum().backward()
@@ -64,6 +98,11 @@ def step(module: nn.Module, x: torch.Tensor, *, draws: bool) -> float:
 
 
 DIMS = {(name, number): SiteDims(0) for name in ("", "drop") for number in range(2)}
+FOLLOWS = SiteDims(0, num_dims=2, is_merged=True, follows="")
+CHOSEN: dict[type, dict[Any, SiteDims]] = {
+    Experts: {(f"experts.{place}.drop", number): FOLLOWS for place in range(8) for number in range(2)},
+    Edges: {("", 0): FOLLOWS},
+}
 
 
 def compare(module: nn.Module, x: torch.Tensor) -> dict[str, Any]:
@@ -105,6 +144,11 @@ def main() -> None:
                 rows.append({"what": name, "shape": list(shape), "dtype": str(dtype)} | compare(build(), x))
                 row = rows[-1]
                 print(name, shape, dtype, f"{row['torch_s'] * 1e6:.0f} us", f"{row['ratio']:.3f}", row["quartiles"])
+    watch_choices()
+    for name, module, shape in (("experts", Experts(256), (4, 128, 256)), ("edges", Edges(), (8, 250, 4))):
+        row = compare(module, torch.randn(shape, requires_grad=True))
+        rows.append({"what": name, "shape": list(shape), "dtype": "torch.float32"} | row)
+        print(name, shape, f"{row['torch_s'] * 1e6:.0f} us", f"{row['ratio']:.3f}", row["quartiles"])
     rows.append({"what": "nothing drawn", "shape": [16, 64], "dtype": "torch.float32"} | idle())
     print(rows[-1])
     if out is not None:

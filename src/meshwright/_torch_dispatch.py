@@ -1,5 +1,7 @@
 """Operators that are replaced inside a context, at keys of torch's dispatcher; all others fall through them without a call.
 
+Beside them a check of torch's in Python, which a context lifts.
+
 Nothing here is documented as public by torch. Checked on torch 2.11 to 2.13.
 """
 
@@ -15,6 +17,8 @@ import torch.library
 
 __all__ = [
     "KeptBy",
+    "also_replace",
+    "batches_of_one",
     "cudnn_rnn",
     "draws_intercepted",
     "draws_untouched",
@@ -66,6 +70,13 @@ class _DispatchKey:
             own.impl(name, kernel, with_keyset=True)
         self._libraries.extend((rest, own))
         self._spare_higher_orders()
+
+    def add(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
+        """Register kernels for more operators, for good."""
+        own = torch.library.Library("aten", "IMPL", self.name)
+        for name, kernel in kernels.items():
+            own.impl(name, kernel)
+        self._libraries.append(own)
 
     def _spare_higher_orders(self) -> None:
         """Have operators that take functions (a custom function under vmap, as masks of FlexAttention index) fall through.
@@ -127,6 +138,11 @@ def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
     _DRAWS.replace(kernels, {"scaled_dot_product_attention": _attention} if any(others) else {})
 
 
+def also_replace(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace more operators inside `draws_intercepted`, for good; as for `replace_draws`."""
+    _DRAWS.add(kernels)
+
+
 def _attention(keys: Any, *given: Any, **options: Any) -> Any:
     """Run attention; with dropout on a GPU in operators of its own, since fused kernels draw by themselves."""
     operator = torch.ops.aten.scaled_dot_product_attention.default
@@ -164,6 +180,21 @@ def intercept_draws(wanted: bool) -> None:
 def draws_untouched() -> Any:
     """Return a context in which torch's own operators draw, whatever is asked for inside."""
     return _DRAWS.excluded()
+
+
+@contextlib.contextmanager
+def batches_of_one() -> Generator[None]:
+    """Let norms of groups and instances run on one sample of one value for each group, which torch's modules refuse.
+
+    Their operators give the same for such a sample as beside others, which they do not refuse.
+    """
+    functional: Any = torch.nn.functional
+    before = functional._verify_batch_size
+    functional._verify_batch_size = lambda *_: None
+    try:
+        yield
+    finally:
+        functional._verify_batch_size = before
 
 
 def is_transformed() -> bool:

@@ -21,6 +21,7 @@ optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout
 draw_trials     trials by which they are found
 draw_orders     orders of samples that they try
+draw_parts      outputs of a batch beside those of its parts
 draws_of_work   random numbers of one step
 gate            refusal of optimizer steps that nothing was exchanged for
 model_collectives  refusal of collectives that a model's own code calls

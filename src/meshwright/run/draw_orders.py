@@ -1,10 +1,12 @@
-"""Orders of samples among draws: which ones to try where the one that is supposed does not give the outputs of the whole."""
+"""Orders of samples among draws, and rows that draws follow: what to try where the dims that are supposed give other outputs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.apply.randomness.chosen_rows import row_dims
+from meshwright.apply.randomness.forward_draws import DrawNote
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 
@@ -29,6 +31,24 @@ def few(groups: list[list[Call]]) -> list[list[Call]]:
     return groups if len(groups) <= _MOST_TURNED else [[call for group in groups for call in group]]
 
 
+def of_unknown_order(
+    dims: Mapping[Call, SiteDims], merged: Sequence[Call], notes: Mapping[Call, DrawNote]
+) -> list[list[Call]]:
+    """Return the calls that may hold their samples in two orders, each by itself; those that follow one index together.
+
+    Args:
+        dims: Their sample dims.
+        merged: Calls whose samples lie beside other entries.
+        notes: What the whole batch drew with these dims; values may have chosen other rows before.
+    """
+    groups: dict[Call | str, list[Call]] = {}
+    for call in merged:
+        own, note = dims[call], notes.get(call)
+        if own.is_minor or note is None or not note.is_in_order:
+            groups.setdefault(call if own.follows is None else own.follows, []).append(call)
+    return list(groups.values())
+
+
 def orders(merged: Sequence[Call], loops: Sequence[Call] = ()) -> list[list[Call]]:
     """Return which calls to turn, in the order of the attempts: merged ones, those of the model, of the loss, loops, and all.
 
@@ -40,3 +60,33 @@ def orders(merged: Sequence[Call], loops: Sequence[Call] = ()) -> list[list[Call
     of_model = [call for call in merged if call[0] != LOSS]
     orders = [[*merged], *([of_model, of_loss] if of_loss and of_model else []), [*loops], [*merged, *loops]]
     return [order for place, order in enumerate(orders) if order and order not in orders[:place]]
+
+
+def following(
+    dims: Mapping[Call, SiteDims], whole: Mapping[Call, DrawNote], pieces: Sequence[Mapping[Call, DrawNote]]
+) -> Iterator[dict[Call, SiteDims]]:
+    """Yield sample dims in which draws on rows that an index has chosen follow these, in the order of the attempts.
+
+    Where all that may follow do, and where those alone do of which no dim is known.
+
+    Args:
+        dims: Known sample dims.
+        whole: What the whole batch drew.
+        pieces: What each of its parts drew.
+    """
+    found: dict[Call, SiteDims] = {}
+    for call, note in whole.items():
+        notes = [note, *(piece[call] for piece in pieces if call in piece)]
+        places = [set(_dims_of_rows(one)) for one in notes]
+        dim = min(set.intersection(*places), default=None)
+        if dim is not None and note.chosen is not None and len({one.chosen and one.chosen[1] for one in notes}) == 1:
+            found[call] = SiteDims(
+                dim, num_dims=len(note.shape), is_merged=True, follows=note.chosen[1], kind=note.kind
+            )
+    unknown = {call: own for call, own in found.items() if call not in dims}
+    for tried in [found, *([unknown] if unknown and unknown != found else [])] if found else []:
+        yield {**dims, **tried}
+
+
+def _dims_of_rows(note: DrawNote) -> list[int]:
+    return [dim for dim in row_dims(note.shape) if note.chosen is not None and note.shape[dim] == note.chosen[0]]

@@ -17,23 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwright._torch_dispatch import batches_of_one
+from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.philox import key_of
-from meshwright.apply.randomness.sample_dims import SiteDims, find_dims
+from meshwright.apply.randomness.row_choices import watch_choices
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.apply.randomness.sample_loops import find_loops, note_loops
-from meshwright.apply.randomness.sites import (
-    Call,
-    DrawNote,
-    ForwardDraws,
-    StepDraws,
-    called,
-    in_forward,
-    in_step,
-)
+from meshwright.apply.randomness.sites import StepDraws, called, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
-from meshwright.run.draw_orders import few, orders, turned
+from meshwright.run.draw_orders import few, following, of_unknown_order, orders, turned
+from meshwright.run.draw_parts import are_alike, are_parts
 from meshwright.run.losses.drawn import Tried, losses_of
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, join_samples
 from meshwright.trees import tensors_in
@@ -45,10 +41,9 @@ _FEW = 2
 """Samples by which a model that draws nothing is known [count]."""
 _NUM_CHANCES = 4
 """Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
+_LOSS_TOLERANCE = 1e-3
+"""By how much the loss of the whole may differ from the mean of the parts' [fraction]."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
-_LOW_TOLERANCE = 5e-2
-"""By how much outputs of parts may differ from the whole's: another mask changes them by far more [fraction]."""
 
 Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence]
 MakeStep = Callable[[Mapping[Call, SiteDims], int], contextlib.AbstractContextManager[StepDraws]]
@@ -119,7 +114,8 @@ class TrialDraws:
                 step.on_unknown = told.append
                 python, own = PythonState(), Outside.of(self._module).generator_states()
                 try:
-                    with in_step(step), in_forward(self._forward), torch.set_grad_enabled(self._with_graph):
+                    graph = torch.set_grad_enabled(self._with_graph)
+                    with in_step(step), in_forward(self._forward), graph, batches_of_one():
                         yield
                 finally:
                     self.marks, self.uses_python = step.marks, python.has_moved()
@@ -230,8 +226,18 @@ class DrawTrials:
         if not found.draws and not uses_python:
             return Evidence()
         found.is_proven = yield from self._prove(found, placed, found.dims)
-        merged = [call for call, dims in found.dims.items() if dims.is_merged]
         loops = [call for call, dims in found.dims.items() if dims.loop]
+        merged = yield from self._try_orders(found, placed, loops)
+        if found.is_proven:
+            yield from self._look_for_unseen_orders(found, merged, loops)
+        found.by_sample = uses_python and not found.is_proven
+        return Evidence()
+
+    def _try_orders(
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]], loops: Sequence[Call]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
+        """Try other orders of samples, then rows of an index, until parts give the whole; return the calls with two orders."""
+        merged = [call for call, dims in found.dims.items() if dims.is_merged]
         for calls in orders(merged, [call for call in loops if found.dims[call].loop > 1]):
             if found.is_proven:
                 break
@@ -239,10 +245,24 @@ class DrawTrials:
             found.is_proven = yield from self._prove(found, placed, dims)
             if found.is_proven:
                 found.dims.update(dims)
-        if found.is_proven:
-            yield from self._look_for_unseen_orders(found, merged, loops)
-        found.by_sample = uses_python and not found.is_proven
-        return Evidence()
+        return merged if found.is_proven else (yield from self._follow_rows(found, placed))
+
+    def _follow_rows(
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
+        """Try draws on rows that an index has chosen as draws of these rows; return the calls with two orders of samples."""
+        watch_choices()
+        (whole,) = yield from self._run([(found.share, 0)], {})
+        pieces = yield from self._run(placed, {})
+        for dims in following(found.dims, whole.notes, [piece.notes for piece in pieces]):
+            merged = [call for call, own in dims.items() if own.is_merged]
+            for calls in ([], *orders(merged)):
+                tried = turned(dims, calls)
+                found.is_proven = yield from self._prove(found, placed, tried)
+                if found.is_proven:
+                    found.dims = tried
+                    return merged
+        return []
 
     def _holds_in_reverse(self, found: DrawsFound) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
         """Tell whether parts give the whole with the samples in reverse order, too: code may sort them by a value (a length)."""
@@ -266,7 +286,7 @@ class DrawTrials:
             return
         (whole,) = yield from self._run([(found.share, 0)], found.dims)
         turns = [[call for call in loops if call[0] == name] for name in dict.fromkeys(name for name, _ in loops)]
-        for group in (few([[call] for call in merged]), few(turns)):
+        for group in (few(of_unknown_order(found.dims, merged, whole.notes)), few(turns)):
             for calls in group:
                 other = turned(found.dims, calls)
                 if calls[0] in loops:  # a loop over samples may have any order: other numbers have to change something
@@ -345,7 +365,7 @@ def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:
 def _is_mean(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:
     """Tell whether the loss of the whole is the mean over samples of that of pieces."""
     total = sum(piece.loss * piece.num_samples for piece in pieces) / sum(piece.num_samples for piece in pieces)
-    return abs(total - whole.loss) <= _TOLERANCES[torch.float32] * abs(whole.loss)
+    return abs(total - whole.loss) <= _LOSS_TOLERANCE * abs(whole.loss)
 
 
 def draws_inside(notes: Mapping[Call, DrawNote]) -> dict[Call, Counter[str]]:
@@ -355,46 +375,3 @@ def draws_inside(notes: Mapping[Call, DrawNote]) -> dict[Call, Counter[str]]:
         for call in set(note.within):
             found.setdefault(call, Counter())[name] += 1
     return found
-
-
-def are_parts(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:
-    """Tell whether the outputs of pieces, in their order, are those of the whole; scalars are taken for means over samples."""
-    counts = [piece.num_samples for piece in pieces]
-    columns = list(zip(whole.outputs, *(piece.outputs for piece in pieces), strict=False))
-    if not columns or len({len(piece.outputs) for piece in (whole, *pieces)}) > 1:
-        return False
-    compared, means = 0, []
-    for tensor, *parts in columns:
-        if not tensor.is_floating_point():
-            continue
-        if tensor.dim() == 0:
-            total = sum(float(part) * count for part, count in zip(parts, counts, strict=True))
-            means.append(_are_close(tensor, torch.full_like(tensor, total / sum(counts))))
-            continue
-        shapes = [(count, tuple(part.shape)) for count, part in zip(counts, parts, strict=True)]
-        found = find_dims([(whole.num_samples, tuple(tensor.shape)), *shapes])
-        if found is None or found.dim is None:
-            continue
-        joined = [torch.cat(parts, found.dim)]
-        if found.is_merged:  # in either order
-            rows = [part.unflatten(found.dim, (-1, count)) for count, part in zip(counts, parts, strict=True)]
-            joined.append(torch.cat(rows, found.dim + 1).flatten(found.dim, found.dim + 1))
-        if not any(_are_close(tensor, one) for one in joined):
-            return False
-        compared += 1
-    return bool(compared) or (bool(means) and all(means))
-
-
-def are_alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Tell whether two runs of one batch have the same outputs."""
-    return len(one) == len(other) and all(_are_close(*pair) for pair in zip(one, other, strict=True))
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    if not one.numel():
-        return True
-    tolerance = _TOLERANCES.get(one.dtype, _LOW_TOLERANCE) if one.is_floating_point() else 0.0
-    scale, gap = float(one.abs().max()), float((one.double() - other.double()).abs().max())
-    return math.isfinite(gap) and gap <= tolerance * scale

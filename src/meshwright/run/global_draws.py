@@ -11,16 +11,19 @@ import numpy as np
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.gpu import is_there
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
-from meshwright.apply.randomness.sample_dims import SiteDims, find_cut
-from meshwright.apply.randomness.sites import Call, ForwardDraws, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.row_choices import watch_choices
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_cut, from_rows, to_rows
+from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
-from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials, are_alike
+from meshwright.run.draw_parts import are_alike
+from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 
@@ -351,7 +354,7 @@ class GlobalDraws:
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
             beside = [found.losses, found.uses_own, found.is_unseen, found.unclear, found.loose[:1], found.uses_python]
-            own = [found.draws, found.is_proven, _to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
+            own = [found.draws, found.is_proven, to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
         told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
@@ -359,9 +362,11 @@ class GlobalDraws:
         self.has_draws = any(row[0] for row in rows) or not rows
         merged: dict[Call, SiteDims | None] = {}
         for row in rows:
-            for call, dims in _from_rows(row[2]).items():
+            for call, dims in from_rows(row[2]).items():
                 merged[call] = dims if merged.setdefault(call, dims) == dims else None
         self.dims = {call: dims for call, dims in merged.items() if dims is not None}
+        if any(own.follows is not None for own in self.dims.values()):
+            watch_choices()
         self._inside.update({(name, number): counts for row in rows for name, number, counts in row[3]})
         if self._why_torch is not None:
             if self.has_draws:
@@ -390,11 +395,3 @@ class GlobalDraws:
             self.tell(
                 f"the first batch does not show in what order {call} holds the samples; it may depend on the layout"
             )
-
-
-def _to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
-    return [[*call, d.kind, d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop] for call, d in dims.items()]
-
-
-def _from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
-    return {(name, number): SiteDims(*rest, kind=kind) for name, number, kind, *rest in rows}

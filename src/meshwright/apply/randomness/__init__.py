@@ -6,7 +6,10 @@ gpu              the same bits from a CUDA kernel
 distributions    uniform, Bernoulli, normal, exponential numbers, integers
 sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
 sample_loops     draws of a loop over samples, each known by its sample
+chosen_rows      rows that an index has chosen, followed to their samples
+row_choices      torch operators that choose rows, seen where draws follow them
 names            names of modules, by which calls are known
+forward_draws    one forward: how often modules have drawn, and what a trial notes
 sites            calls that draw, the step and forward that they belong to
 alike            draws that are the same in several runs of one piece of code
 recurrences      recurrent layers with dropout between them, on a GPU and of packed samples

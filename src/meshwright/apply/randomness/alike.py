@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
-from meshwright.apply.randomness.sites import ForwardDraws, StepDraws
+from meshwright.apply.randomness.sites import StepDraws
 
 __all__: list[str] = []
 

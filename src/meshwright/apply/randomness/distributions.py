@@ -25,7 +25,7 @@ _OPEN_BITS: Final = 52
 
 def takes(place: ElementPlace, device: torch.device) -> bool:
     """Tell whether native code can fill a tensor on a device."""
-    return native.takes(place, device) if device.type == "cpu" else gpu.is_there(device)
+    return native.takes(place, device) if device.type == "cpu" else place.rows is None and gpu.is_there(device)
 
 
 def _native(device: torch.device) -> Any:

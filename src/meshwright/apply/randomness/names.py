@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshwright._torch_private import MODULE_CALL
 
 __all__: list[str] = []
 
+_ATTENTION = F.multi_head_attention_forward.__code__
 LOSS = "<loss>"
 """The name of code outside of the model's modules."""
 
@@ -38,6 +41,16 @@ class Names:
                     yield name
             frame = frame.f_back
 
+    def given(self) -> Iterator[Tensor]:
+        """Yield the tensors that modules were called with whose forwards are running, the innermost's first."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                values = frame.f_locals
+                given = (*values["args"], *values["kwargs"].values())
+                yield from (value for value in given if type(value) is Tensor)
+            frame = frame.f_back
+
     def _name_of(self, module: nn.Module) -> str | None:
         """Return a module's name; None for one that is not the model's, a loss for example."""
         key = id(module)
@@ -53,7 +66,17 @@ class Names:
         return next(self.running(), LOSS)
 
 
+def batch_of_attention() -> int | None:
+    """Return the samples of torch's attention that runs now, whose heads lie inside of each [count]; None: none runs."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not MODULE_CALL:
+        if frame.f_code is _ATTENTION:
+            return frame.f_locals.get("bsz")
+        frame = frame.f_back
+    return None
+
+
 @functools.lru_cache(maxsize=4096)
 def series_of(name: str) -> str:
     """Return a name without its numbers, which layers of one kind share."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return ".".join(re.sub(r"\d+$", "*", part) for part in name.split("."))

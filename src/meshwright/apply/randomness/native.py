@@ -45,6 +45,9 @@ class _Loops(ctypes.Structure):
         ("levels", ctypes.c_int64),
         ("first_sample", ctypes.c_int64),
         ("first_index", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("row_sample", ctypes.c_void_p),
+        ("row_index", ctypes.c_void_p),
     ]
 
 
@@ -87,13 +90,16 @@ def _given(place: ElementPlace) -> tuple[ctypes.CDLL, _Loops, int]:
     template, count = _with_levels(place.levels)
     given = _Loops.from_buffer_copy(template)
     given.key, given.first_sample, given.first_index = place.key, place.first_sample, place.first_index
+    if place.rows is not None:
+        given.rows, count = len(place.rows.samples), place.count
+        given.row_sample, given.row_index = place.rows.samples.data_ptr(), place.rows.indices.data_ptr()
     return found, given, max(1, min(torch.get_num_threads(), count // _PER_THREAD))
 
 
 @functools.lru_cache(maxsize=1024)
 def _with_levels(levels: tuple[Level, ...]) -> tuple[_Loops, int]:
     """Return a place with these levels, and its elements [count]."""
-    given, count = _Loops(levels=len(levels)), 1
+    given, count = _Loops(levels=len(levels), rows=-1), 1
     for at, level in enumerate(levels):
         given.count[at], given.sample[at], given.index[at] = level.count, level.sample, level.index
         count *= level.count

@@ -38,26 +38,41 @@ class Level:
     """By how much each entry moves the index within the sample."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RowPlaces:
+    """Places of rows that lie in any order.
+
+    Args:
+        samples: Each row's sample: contiguous int64, one dim.
+        indices: By how much the index of its first element is moved: the like.
+    """
+
+    samples: Tensor
+    indices: Tensor
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ElementPlace:
     """Samples and indices of a tensor's elements, in the order of a contiguous tensor.
 
     Args:
         key: 64 bits.
-        levels: Loops over the elements, the innermost last.
+        levels: Loops over the elements, the innermost last; with `rows` those of a row.
         first_sample: The sample of the first element.
         first_index: Its index within the sample.
+        rows: Rows in any order, whose samples stand for the first one's.
     """
 
     key: int
     levels: tuple[Level, ...]
     first_sample: int = 0
     first_index: int = 0
+    rows: RowPlaces | None = dataclasses.field(default=None, compare=False)
 
     @property
     def count(self) -> int:
         """Elements [count]."""
-        total = 1
+        total = 1 if self.rows is None else len(self.rows.samples)
         for level in self.levels:
             total *= level.count
         return total
@@ -115,6 +130,12 @@ def words_at(place: ElementPlace, plane: int, device: torch.device) -> Tensor:
     for dim, level in enumerate(place.levels):
         along = torch.arange(level.count, device=device).reshape([-1] + [1] * (len(shape) - dim - 1))
         sample, index = sample + along * level.sample, index + along * level.index
+    if place.rows is not None:
+        sample, index = (
+            given.to(device).reshape([-1] + [1] * len(shape)) + own
+            for given, own in ((place.rows.samples, sample - place.first_sample), (place.rows.indices, index))
+        )
+        shape = (len(place.rows.samples), *shape)
     sample, index = sample.expand(shape).reshape(-1), index.expand(shape).reshape(-1)
     block = index >> 2
     counter = [block & _MASK, (block >> 32) | (plane << 24), sample & _MASK, sample >> 32 & _MASK]

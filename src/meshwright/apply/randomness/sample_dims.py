@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from meshwright.apply.randomness.names import series_of
+from meshwright.apply.randomness.names import LOSS, series_of
 from meshwright.apply.randomness.philox import Level, merge_levels
 
 __all__: list[str] = []
@@ -45,6 +47,8 @@ class SiteDims:
     """Whether a layer on slices of the stream draws for its slice, which the running chain knows."""
     is_apart: bool = False
     """Whether each rank of the layer draws numbers of its own, since no cut of the full tensor was found."""
+    follows: str | None = None
+    """The module whose index has chosen the rows of the dim, which follow it; None: samples lie in their order."""
     kind: str = dataclasses.field(default="", compare=False)
     """What drew when the dim was found; another kind is another call. Empty: not known."""
 
@@ -76,7 +80,9 @@ def find_cut(
     given = [shape for shape in shapes if shape is not None]
     if any(len(shape) != len(whole) for shape in given):
         return apart
-    differing = {dim for shape in given for dim in range(len(whole)) if shape[dim] != whole[dim]}
+    # How many rows an index chooses depends on numbers that other calls draw, whose cuts are not known yet.
+    rows = None if dims.follows is None or len({shape[dims.dim or 0] for shape in given}) > 1 else dims.dim
+    differing = {dim for shape in given for dim in range(len(whole)) if shape[dim] != whole[dim] and dim != rows}
     if not differing:
         return dims
     if len(differing) > 1:
@@ -179,6 +185,27 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
     return Located(merge_levels(levels[::-1]), first, skipped)
 
 
+def locate_in_row(shape: Sequence[int], dims: SiteDims) -> tuple[Located, int] | None:
+    """Return where the elements of one row lie, and the elements of a whole one [count]; None where the shape does not fit.
+
+    Args:
+        shape: The tensor's.
+        dims: Its dims, of which `dim` holds the rows.
+    """
+    dim, cut = dims.dim, dims.cut
+    if dim is None or dim >= len(shape) or math.prod(shape[:dim]) != 1 or (cut is not None and cut.dim <= dim):
+        return None
+    inner = shape[dim + 1 :]
+    own = None if cut is None else DrawnPart(cut.dim - dim - 1, cut.sizes, cut.rank)
+    if own is not None and (own.dim >= len(inner) or inner[own.dim] not in (own.sizes[own.rank], sum(own.sizes))):
+        return None
+    if own is not None and inner[own.dim] == sum(own.sizes):  # a call that the cut is not proven for runs whole
+        own = None
+    length = math.prod(inner) if own is None else math.prod(inner) // inner[own.dim] * sum(own.sizes)
+    found = locate(inner, SiteDims(None, cut=own), 1)
+    return None if found is None else (found, length)
+
+
 def _own(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:
     """Return a dim's entries of one sample."""
     return shape[dim] // num_samples if dims.dim == dim else shape[dim]
@@ -200,7 +227,7 @@ def dims_of_others(
     series = series_of(name)
     for chosen in (
         {dims for (other, _), dims in alike.items() if other == name},
-        {dims for (other, n), dims in alike.items() if n == number and series_of(other) == series},
+        {_moved(dims, name) for (other, n), dims in alike.items() if n == number and series_of(other) == series},
     ):
         if chosen:
             return chosen.pop() if len(chosen) == 1 else None
@@ -208,4 +235,22 @@ def dims_of_others(
     dims = found.pop() if len(found) == 1 else None
     if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
         return None
-    return None if dims.cut is not None or dims.on_stream or dims.is_apart or dims.is_merged else dims
+    is_plain = dims.cut is None and dims.follows is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
+    return dims if is_plain else None
+
+
+def _moved(dims: SiteDims, name: str) -> SiteDims:
+    """Return a sibling's dims for a module of this name: rows follow the module as far outside of it."""
+    if not dims.follows or dims.follows == LOSS:
+        return dims
+    return dataclasses.replace(dims, follows=".".join(name.split(".")[: dims.follows.count(".") + 1]))
+
+
+def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
+    """Return known dims as JSON values, without cuts."""
+    return [[*call, d.kind, d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop, d.follows] for call, d in dims.items()]
+
+
+def from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
+    """Return what `to_rows` was given."""
+    return {(name, number): SiteDims(*rest, follows=by, kind=kind) for name, number, kind, *rest, by in rows}

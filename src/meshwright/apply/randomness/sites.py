@@ -10,12 +10,10 @@ by that a repeated draw is recognised, whoever wrote the checkpoint. A forward o
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -23,58 +21,14 @@ from torch import Tensor
 
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
-from meshwright.apply.randomness.names import LOSS, Names
-from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
-from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate
+from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
+from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, RowPlaces, key_of, merge_levels
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate, locate_in_row
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
-
-
-@dataclasses.dataclass
-class DrawNote:
-    """What a trial has seen of a call."""
-
-    kind: str
-    shape: tuple[int, ...]
-    slicing: Slicing | None = None
-    """The slices of the stream in which it ran, if in any."""
-    within: tuple[Call, ...] = ()
-    """The modules whose forwards were running, each with the number of its call."""
-    is_loose: bool = False
-    """Whether a checkpoint repeats it in backward without the generator's state of its forward."""
-
-
-class ForwardDraws:
-    """The draws of one forward.
-
-    Args:
-        first: The place of its first sample in the global batch.
-        num_samples: Its samples [count].
-    """
-
-    def __init__(self, first: int, num_samples: int) -> None:
-        self.first = first
-        self.num_samples = num_samples
-        self.counts: Counter[str] = Counter()
-        """Draws of each module [count]."""
-        self.notes: dict[Call, DrawNote] | None = None
-        """What a trial notes, where one runs."""
-        self.module_calls: Counter[str] = Counter()
-        """Calls of each module, which a trial counts."""
-
-    def again(self) -> ForwardDraws:
-        """Return a forward of the same samples, at the same place among its draws."""
-        forward = ForwardDraws(self.first, self.num_samples)
-        forward.counts.update(self.counts)
-        return forward
-
-    def next_call(self, name: str) -> Call:
-        """Return the next call of a module."""
-        number = self.counts[name]
-        self.counts[name] = number + 1
-        return name, number
 
 
 class StepDraws:
@@ -163,8 +117,14 @@ class StepDraws:
         dims, found = self._dims_of(drawn, shape, forward.num_samples, kind), None
         if dims is not None and sample is not None and not dims.loop:
             dims = None  # another kind of draw than the first batch made in this turn
-        if dims is not None and not dims.is_apart:
+        if dims is not None and dims.follows is not None:
+            place = self._place_in_rows(call, forward, shape, dims)
+            if place is not None:
+                return place
+        elif dims is not None and not dims.is_apart:
             found = _located(shape, dims, forward.num_samples, _running.slicing)
+        if 0 in shape:
+            return ElementPlace(key_of(text), (Level(0, 0, 1),), NO_SAMPLE)  # an expert without tokens
         if dims is None or found is None:
             what = "sample dim" if dims is None or not dims.is_apart else "place in the full tensor"
             self.on_unknown(f"draw {number} of {called(name)} ({kind}) has no known {what}: each rank draws for itself")
@@ -176,6 +136,27 @@ class StepDraws:
         first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
         return ElementPlace(key_of(text), found.levels, first, found.first_index)
 
+    def _place_in_rows(
+        self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], dims: SiteDims
+    ) -> ElementPlace | None:
+        """Return the places of rows that an index has chosen; None where they are not known."""
+        if dims.dim is None or dims.is_apart or _running.slicing is not None:
+            return None
+        within = locate_in_row(shape, dims)
+        rows = within and forward.rows.place(
+            call,
+            dims,
+            shape[dims.dim],
+            given=list(self.names.given()),
+            first=forward.first,
+            num_samples=forward.num_samples,
+        )
+        if within is None or rows is None:
+            return None
+        (found, length), (places, each) = within, rows
+        moved = RowPlaces(places.samples, places.indices * length)
+        return ElementPlace(key_of(f"{self.text}/{call[0]}/rows of {each}"), found.levels, 0, found.first_index, moved)
+
     def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
         """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
         known = self.dims.get(call)
@@ -184,7 +165,7 @@ class StepDraws:
         if not shape:
             return SiteDims(None)  # one number, of all samples
         dims = dims_of_others(call, shape, num_samples, self.dims)
-        if dims is not None:
+        if dims is not None and dims.follows is None:  # which experts are called is decided by values
             self.on_unknown(
                 f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "
                 "taken to be that of the model's other draws"
@@ -314,8 +295,7 @@ def begin_again() -> None:
     forward = _running.forward
     if forward is not None:
         _check_loops(forward)
-        forward.counts.clear()
-        forward.module_calls.clear()
+        forward.begin_again()
 
 
 def pass_over_draw() -> None:
@@ -365,7 +345,16 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     call = step.call_at(_mark(), forward)
     if forward.notes is not None:
         within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
-        forward.notes[call] = DrawNote(kind, shape, _running.slicing, within, is_in_loose_checkpoint())
+        running, given = {name for name, _ in within} | {LOSS}, list(step.names.given())
+        forward.notes[call] = DrawNote(
+            kind,
+            shape,
+            _running.slicing,
+            within,
+            is_loose=is_in_loose_checkpoint(),
+            is_in_order=batch_of_attention() == forward.num_samples,
+            chosen=forward.rows.look(shape, running, given, forward.num_samples),
+        )
     return step.place_of(call, forward, shape, kind)
 
 
@@ -385,6 +374,13 @@ def _repeated_draw(steps: Sequence[StepDraws]) -> tuple[StepDraws, Call, Forward
             return step, *found
     torch.set_rng_state(state)  # a forward of another model, which torch's generator has drawn for, takes no marks
     return None
+
+
+def note_choice(sizes: Sequence[int], indices: Sequence[Tensor], result: Tensor, dim: int) -> None:
+    """Remember that code of a forward which draws by place has chosen rows; as for `ChosenRows.note`."""
+    step, forward = _running.step, _running.forward
+    if step is not None and step.left is None and forward is not None and not is_in_backward():
+        forward.rows.note(step.names.find(), sizes, indices, result, dim)
 
 
 def tell_own(kind: str) -> None:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from meshwright._torch_dispatch import draws_intercepted
 from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
-from meshwright.apply.randomness.sites import ForwardDraws, StepDraws, draws_by_place, in_forward, in_step
+from meshwright.apply.randomness.sites import StepDraws, draws_by_place, in_forward, in_step
 from meshwright.apply.state.undisturbed import GeneratorStates
 from meshwright.apply.tensor.masks import NotedDropout
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright._torch_private import FakeTensorMode
+from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS, Names
 from meshwright.apply.randomness.operators import _KERNELS, _OWN, install_operators
-from meshwright.apply.randomness.sample_dims import SiteDims
-from meshwright.apply.randomness.sites import Call, DrawNote, ForwardDraws, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sample_dims import Call, SiteDims
+from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.errors import ApplyError
 
 N, WIDTH = 6, 64

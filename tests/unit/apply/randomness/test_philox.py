@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.apply.randomness import distributions, native
-from meshwright.apply.randomness.philox import ElementPlace, Level, key_of, merge_levels, philox, words_at
+from meshwright.apply.randomness.philox import ElementPlace, Level, RowPlaces, key_of, merge_levels, philox, words_at
 
 CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF
@@ -27,6 +27,13 @@ PLACES = [
     ElementPlace(key_of("middle"), (Level(3, 0, 7), Level(4, 1, 0), Level(7, 0, 1)), 9, 2),
     ElementPlace(key_of("last"), (Level(5, 0, 3), Level(3, 1, 0)), 1, 0),
     ElementPlace(key_of("one"), (Level(1, 0, 1),)),
+    ElementPlace(
+        key_of("chosen"),
+        (Level(2, 0, 9), Level(7, 0, 1)),
+        first_index=3,
+        rows=RowPlaces(torch.tensor([5, 2**40 + 1, 9]), torch.tensor([0, 14, 7])),
+    ),
+    ElementPlace(key_of("none"), (Level(7, 0, 1),), rows=RowPlaces(torch.tensor([]).long(), torch.tensor([]).long())),
 ]
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.recurrences import recurrence
 from meshwright.apply.randomness.sample_dims import SiteDims
-from meshwright.apply.randomness.sites import ForwardDraws, StepDraws, in_forward, in_step
+from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 
 _MODES = {nn.LSTM: 2, nn.GRU: 3, nn.RNN: 1}
 

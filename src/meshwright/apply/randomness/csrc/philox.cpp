@@ -24,6 +24,9 @@ struct Place {
   int64_t levels;
   int64_t first_sample;
   int64_t first_index;
+  int64_t rows;                // rows that lie in any order, each with the levels inside; -1: the levels are all there is
+  const int64_t* row_sample;   // each row's sample, in place of first_sample
+  const int64_t* row_index;    // and by how much its first element's index is moved
 };
 
 // Writes 4 * kBlocks words, of the blocks that begin with `block`.
@@ -111,21 +114,42 @@ void walk(const Place& place, int64_t begin, int64_t end, const Emit& emit) {
   }
 }
 
+// Walks rows from `begin` to `end`, each of so many elements.
+template <int Planes, class Emit>
+void walk_rows(const Place& place, int64_t length, int64_t begin, int64_t end, const Emit& emit) {
+  Place row = place;
+  for (int64_t at = begin; at < end; ++at) {
+    row.first_sample = place.row_sample[at];
+    row.first_index = place.first_index + place.row_index[at];
+    walk<Planes>(row, 0, length, [&emit, at, length](const uint32_t* first, const uint32_t* second, int64_t out, int64_t count) {
+      emit(first, second, at * length + out, count);
+    });
+  }
+}
+
 template <int Planes, class Emit>
 void fill(const Place& place, int64_t threads, const Emit& emit) {
-  int64_t total = 1;
-  for (int64_t level = 0; level < place.levels; ++level) total *= place.count[level];
-  if (total == 0) return;
+  int64_t length = 1;
+  for (int64_t level = 0; level < place.levels; ++level) length *= place.count[level];
+  if (length == 0) return;
+  const int64_t total = place.rows >= 0 ? place.rows : length;
+  const auto part_of = [&place, &emit, length](int64_t begin, int64_t end) {
+    if (place.rows >= 0) {
+      walk_rows<Planes>(place, length, begin, end, emit);
+    } else {
+      walk<Planes>(place, begin, end, emit);
+    }
+  };
   if (threads <= 1) {
-    walk<Planes>(place, 0, total, emit);
+    part_of(0, total);
     return;
   }
   std::vector<std::thread> others;
   for (int64_t part = 1; part < threads; ++part)
-    others.emplace_back([&place, &emit, total, threads, part] {
-      walk<Planes>(place, total * part / threads, total * (part + 1) / threads, emit);
+    others.emplace_back([&part_of, total, threads, part] {
+      part_of(total * part / threads, total * (part + 1) / threads);
     });
-  walk<Planes>(place, 0, total / threads, emit);
+  part_of(0, total / threads);
   for (auto& other : others) other.join();
 }
 
@@ -140,7 +164,7 @@ void keep(const Place& place, int64_t threads, uint32_t most, T one, T* out) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int64_t meshwright_philox_version() { return 1; }
+EXPORT int64_t meshwright_philox_version() { return 2; }
 
 // out[i] = the 32-bit word of a plane.
 EXPORT void meshwright_philox_words(const void* place, int64_t threads, int64_t plane, uint32_t* out) {

@@ -1,0 +1,235 @@
+"""Rows that code chooses by an index (tokens of an expert, edges of a graph, sequences without padding), followed to samples.
+
+How many rows of a sample a draw gets, and where they lie, depends on values. The index that chose them tells: entry 37 of twelve
+rows a sample is row 1 of sample 3. What such a row draws is a function of the module, the sample, the row's place in it and how
+often this module has drawn for the row before, whichever rows lie beside it and in whatever order experts are called.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshwright._torch_dispatch import draws_untouched
+from meshwright.apply.randomness.philox import RowPlaces
+from meshwright.apply.randomness.sample_dims import Call, SiteDims
+
+__all__: list[str] = []
+
+_MOST_KEPT = 64
+"""Choices of a forward that are remembered [count]."""
+_TURN_BITS = 40
+"""Above these bits of a sample's number stands how often its row has drawn before [bits]."""
+
+
+@dataclasses.dataclass(slots=True)
+class ChosenByIndex:
+    """Rows that an index has chosen.
+
+    Args:
+        name: The module whose code chose them.
+        indices: An integer for each row, of each dim that was indexed; or one mask.
+        sizes: The entries of these dims [count].
+        num_rows: Rows that were chosen [count].
+        memory: Of the chosen rows.
+        begin: Where the first of them begins there [elements].
+        stride: From one to the next [elements].
+        versions: Of the indices, by which a later write is known.
+        among: The choice of a module around this one that has made the rows among which this one chooses.
+    """
+
+    name: str
+    indices: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    num_rows: int
+    memory: StorageWeakRef
+    begin: int
+    stride: int
+    versions: tuple[int, ...]
+    among: ChosenByIndex | None
+    found: Tensor | None = None
+
+    @property
+    def num_sources(self) -> int:
+        """Rows among which they were chosen, or those that these were chosen from [count]."""
+        return math.prod(self.sizes) if self.among is None else self.among.num_sources
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the index still has the values by which it chose."""
+        is_same = self.versions == tuple(index._version for index in self.indices)
+        return is_same and (self.among is None or self.among.is_unchanged)
+
+    def sources(self) -> Tensor:
+        """Return the place of each row among those that were there to choose: int64, one dim."""
+        if self.found is None:
+            first, *others = self.indices
+            if first.dtype == torch.bool:
+                self.found = first.flatten().nonzero()[:, 0]
+            else:
+                places = first.long() % self.sizes[0]
+                for index, size in zip(others, self.sizes[1:], strict=True):
+                    places = places * size + index.long() % size
+                self.found = places
+            if self.among is not None:
+                self.found = self.among.sources()[self.found]
+        return self.found
+
+    def rows_in(self, given: Tensor) -> slice | None:
+        """Return which of the chosen rows a tensor holds, as parts of them do that are split off; None: it is another tensor."""
+        if not given.dim() or self.memory.expired() or StorageWeakRef(given.untyped_storage()) != self.memory:
+            return None
+        first, rest = divmod(int(given.storage_offset()) - self.begin, max(1, self.stride))
+        is_in_order = rest == 0 and (given.stride(0) == self.stride or len(given) == 1)
+        fits = is_in_order and 0 <= first <= first + len(given) <= self.num_rows
+        return slice(first, first + len(given)) if fits else None
+
+
+class ChosenRows:
+    """The choices of one forward, and the rows that have drawn."""
+
+    def __init__(self) -> None:
+        self._choices: collections.deque[ChosenByIndex] = collections.deque(maxlen=_MOST_KEPT)
+        self._drawn: dict[tuple[str, int], Tensor] = {}
+        self._places: dict[Call, tuple[RowPlaces, int]] = {}
+
+    def again(self) -> ChosenRows:
+        """Return the same at this place of the forward, to go on with."""
+        rows = ChosenRows()
+        rows._choices.extend(self._choices)
+        rows._drawn = {name: counts.clone() for name, counts in self._drawn.items()}
+        rows._places = dict(self._places)
+        return rows
+
+    def clear(self) -> None:
+        """Forget what the forward has done."""
+        self._choices.clear()
+        self._drawn.clear()
+        self._places.clear()
+
+    def note(self, name: str, sizes: Sequence[int], indices: Sequence[Tensor], result: Tensor, dim: int) -> None:
+        """Remember a choice of rows.
+
+        Args:
+            name: The module whose code chooses.
+            sizes: The entries of the dims with an index, which lie beside each other [count].
+            indices: Of these dims; or one mask of all of them.
+            result: What is chosen.
+            dim: The dim of it that holds the rows.
+        """
+        versions = tuple(index._version for index in indices)
+        memory, place = (
+            StorageWeakRef(result.untyped_storage()),
+            (int(result.storage_offset()), int(result.stride(dim))),
+        )
+        among = None
+        for choice in reversed(self._choices):
+            if choice.num_rows == math.prod(sizes) and choice.name != name and _is_around(choice.name, name):
+                among = choice
+                break
+        chosen = ChosenByIndex(name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions, among)
+        self._choices.append(chosen)
+
+    def look(
+        self, shape: Sequence[int], running: Collection[str], given: Sequence[Tensor], num_samples: int
+    ) -> tuple[int, str] | None:
+        """Return how many rows were chosen for a draw, and the module that chose them; None: there is no such choice.
+
+        Args:
+            shape: What is drawn.
+            running: The modules that run.
+            given: What these were called with.
+            num_samples: Of the forward [count].
+        """
+        sizes = {shape[dim] for dim in row_dims(shape)}
+        for choice, num_rows, _ in self._chosen(sizes, given):
+            if choice.name in running and choice.num_sources % num_samples == 0:
+                return num_rows, choice.name
+        return None
+
+    def _chosen(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[ChosenByIndex, int, slice]]:
+        """Yield choices of as many rows as one of these sizes, how many and which: of what modules were given, then the last."""
+        for tensor in given:
+            if tensor.dim() and len(tensor) in sizes:
+                for choice in reversed(self._choices):
+                    rows = choice.rows_in(tensor)
+                    if rows is not None:
+                        yield choice, len(tensor), rows
+        for choice in reversed(self._choices):
+            if choice.num_rows in sizes:
+                yield choice, choice.num_rows, slice(None)
+
+    def place(
+        self, call: Call, dims: SiteDims, num_rows: int, *, given: Sequence[Tensor], first: int, num_samples: int
+    ) -> tuple[RowPlaces, int] | None:
+        """Return the places of the rows that draw now, and how many rows a sample has; None where no choice is known.
+
+        The index of a row is that of the row among its sample's.
+
+        Args:
+            call: The call, whose places are given once more where backward repeats it.
+            dims: Of the call.
+            num_rows: Rows that it draws [count].
+            given: What the modules that run were called with.
+            first: The place of the forward's first sample.
+            num_samples: Its samples [count].
+        """
+        known = self._places.get(call)
+        if known is not None:
+            return known if len(known[0].samples) == num_rows else None
+        found = next(((c, rows) for c, _, rows in self._chosen({num_rows}, given) if c.name == dims.follows), None)
+        if found is None or found[0].num_sources % num_samples or not found[0].is_unchanged:
+            return None
+        with torch.no_grad(), draws_untouched():
+            self._places[call] = self._places_of(
+                *found, call[0], is_minor=dims.is_minor, first=first, num_samples=num_samples
+            )
+        return self._places[call]
+
+    def _places_of(
+        self, choice: ChosenByIndex, rows: slice, name: str, *, is_minor: bool, first: int, num_samples: int
+    ) -> tuple[RowPlaces, int]:
+        sources = choice.sources()[rows]
+        each = choice.num_sources // num_samples
+        if is_minor:
+            samples, own = sources % num_samples, sources // num_samples
+        else:
+            samples, own = sources // each, sources % each
+        before = self._drawn.get((name, each))
+        if before is None:
+            before = sources.new_zeros(choice.num_sources)
+        turns = before[sources] + _turns(sources)
+        self._drawn[name, each] = before.index_add(0, sources, torch.ones_like(sources))
+        return RowPlaces((samples + first + (turns << _TURN_BITS)).contiguous(), own.contiguous()), each
+
+
+def row_dims(shape: Sequence[int]) -> list[int]:
+    """Return the dims of a draw that may hold chosen rows: the first one, and others behind dims of one entry alone."""
+    dims: list[int] = []
+    for dim, size in enumerate(shape):
+        dims.append(dim)
+        if size != 1:
+            break
+    return dims
+
+
+def _is_around(outer: str, name: str) -> bool:
+    return name.startswith(f"{outer}." if outer else "")
+
+
+def _turns(sources: Tensor) -> Tensor:
+    """Return for each entry how many equal ones lie before it."""
+    if len(sources) < 2:
+        return torch.zeros_like(sources)
+    ordered, order = sources.sort(stable=True)
+    places = torch.arange(len(sources), device=sources.device)
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    since = places - torch.where(begins, places, 0).cummax(0).values
+    return torch.empty_like(since).index_copy_(0, order, since)

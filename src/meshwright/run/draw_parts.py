@@ -1,0 +1,68 @@
+"""Outputs of a batch beside those of its parts, with the same random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.apply.randomness.sample_dims import find_dims
+
+__all__: list[str] = []
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_LOW_TOLERANCE = 5e-2
+"""By how much outputs of parts may differ from the whole's: another mask changes them by far more [fraction]."""
+
+
+class Ran(Protocol):
+    """A forward that has run."""
+
+    num_samples: int
+    outputs: list[Tensor]
+
+
+def are_parts(whole: Ran, pieces: Sequence[Ran]) -> bool:
+    """Tell whether the outputs of pieces, in their order, are those of the whole; scalars are taken for means over samples."""
+    counts = [piece.num_samples for piece in pieces]
+    columns = list(zip(whole.outputs, *(piece.outputs for piece in pieces), strict=False))
+    if not columns or len({len(piece.outputs) for piece in (whole, *pieces)}) > 1:
+        return False
+    compared, means = 0, []
+    for tensor, *parts in columns:
+        if not tensor.is_floating_point():
+            continue
+        if tensor.dim() == 0:
+            total = sum(float(part) * count for part, count in zip(parts, counts, strict=True))
+            means.append(_are_close(tensor, torch.full_like(tensor, total / sum(counts))))
+            continue
+        shapes = [(count, tuple(part.shape)) for count, part in zip(counts, parts, strict=True)]
+        found = find_dims([(whole.num_samples, tuple(tensor.shape)), *shapes])
+        if found is None or found.dim is None:
+            continue
+        joined = [torch.cat(parts, found.dim)]
+        if found.is_merged:  # in either order
+            rows = [part.unflatten(found.dim, (-1, count)) for count, part in zip(counts, parts, strict=True)]
+            joined.append(torch.cat(rows, found.dim + 1).flatten(found.dim, found.dim + 1))
+        if not any(_are_close(tensor, one) for one in joined):
+            return False
+        compared += 1
+    return bool(compared) or (bool(means) and all(means))
+
+
+def are_alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Tell whether two runs of one batch have the same outputs."""
+    return len(one) == len(other) and all(_are_close(*pair) for pair in zip(one, other, strict=True))
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.numel():
+        return True
+    tolerance = _TOLERANCES.get(one.dtype, _LOW_TOLERANCE) if one.is_floating_point() else 0.0
+    scale, gap = float(one.abs().max()), float((one.double() - other.double()).abs().max())
+    return math.isfinite(gap) and gap <= tolerance * scale

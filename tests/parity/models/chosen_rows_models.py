@@ -1,0 +1,145 @@
+"""Models whose values choose the rows that draw: experts of tokens, layers over edges, sequences without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LENGTH, WIDTH, NODES = 6, 8, 5
+
+
+class Expert(nn.Module):
+    """An MLP with dropout inside and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inner, self.after = nn.Dropout(0.3), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result for rows of tokens."""
+        return self.after(self.down(self.inner(F.gelu(self.up(x)))))
+
+
+class Experts(nn.Module):
+    """Two experts for each token, those alone that a token has chosen.
+
+    Args:
+        way: "loop" as transformers' models choose, "mask", "inline" without modules of their own, "sorted" in one gather; "many"
+            are more than the tokens of a batch call.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.num_experts = 40 if way == "many" else 3
+        self.router = nn.Linear(WIDTH, self.num_experts)
+        self.experts = nn.ModuleList(Expert() for _ in range(self.num_experts))
+
+    def run(self, expert: int, x: Tensor) -> Tensor:
+        """Return an expert's result; of "inline" all draws are this module's own."""
+        own = self.experts[expert]
+        assert isinstance(own, Expert)
+        return F.dropout(own.down(F.dropout(own.up(x).tanh(), 0.3)), 0.2) if self.way == "inline" else own(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after the experts."""
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        result = torch.zeros_like(tokens)
+        if self.way == "sorted":
+            order = chosen.flatten().argsort(stable=True)
+            rows, counts = tokens[order // 2], torch.bincount(chosen.flatten(), minlength=3).tolist()
+            parts = [own(part) for own, part in zip(self.experts, rows.split(counts), strict=True)]
+            result = result.index_add(0, order // 2, torch.cat(parts) * weights.flatten()[order, None])
+        for expert in range(0 if self.way == "sorted" else self.num_experts):
+            if self.way == "mask":
+                mask = (chosen == expert).any(-1).view(x.shape[:-1])
+                found = torch.zeros_like(x).masked_scatter(mask[..., None], self.run(expert, x[mask]))
+                result = result + found.reshape(-1, WIDTH)
+                continue
+            rows, place = torch.where(chosen == expert)
+            if len(rows):
+                found = self.run(expert, tokens[None, rows].reshape(-1, WIDTH)) * weights[rows, place, None]
+                result = result.index_add(0, rows, found)
+        return x + result.view(x.shape)
+
+
+class Moe(nn.Module):
+    """Two blocks of experts between two layers."""
+
+    def __init__(self, way: str = "loop") -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Experts(way) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample."""
+        x = F.dropout(self.first(x), 0.1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(F.dropout(x, 0.1).mean(1))
+
+
+class OverEdges(nn.Module):
+    """Attention over the edges of graphs, and over an edge from each node to itself that follows all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.score, self.head = nn.Linear(LENGTH, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 3)
+        self.edges: Tensor
+        self.register_buffer("edges", torch.tensor([[0, 1, 2, 3, 4, 0, 2], [1, 2, 3, 4, 0, 1, 1]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each graph, of nodes [graphs, NODES, LENGTH]."""
+        nodes = self.layer(x.flatten(0, 1))
+        offsets = NODES * torch.arange(len(x)).repeat_interleave(self.edges.shape[1])
+        every = torch.arange(len(nodes)).expand(2, -1)
+        source, target = torch.cat([self.edges.repeat(1, len(x)) + offsets, every], 1)
+        there, here = nodes.index_select(0, source), nodes.index_select(0, target)
+        weight = F.dropout(self.score((there + here).tanh()).sigmoid(), 0.3)
+        nodes = torch.zeros_like(nodes).index_add(0, target, there * weight)
+        return self.head(nodes.view(len(x), NODES, -1).mean(1))
+
+
+class WithoutPadding(nn.Module):
+    """Layers on the entries of sequences that are no padding, beside each other; then experts that choose among these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Expert(), Expert(), Experts("loop")]), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample, whose padding is zero."""
+        places = (x[..., 0] != 0).flatten().nonzero()[:, 0]
+        rows = x.flatten(0, 1)[places]
+        for layer in self.layers:
+            rows = rows + layer(rows)
+        return self.head(torch.zeros_like(x).flatten(0, 1).index_copy(0, places, rows).view(x.shape).sum(1))
+
+
+def moe(way: str) -> Callable[[], nn.Module]:
+    """Return what builds a model of experts."""
+    return lambda: Moe(way)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{way: moe(way) for way in ("loop", "mask", "inline", "sorted", "many")},
+    "edges": OverEdges,
+    "unpadded": WithoutPadding,
+}
+
+
+def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return samples and labels."""
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (count, NODES, LENGTH) if name == "edges" else (count, LENGTH, WIDTH)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if name == "unpadded":
+        lengths = torch.randint(2, LENGTH + 1, (count,), generator=generator) if step else torch.full((count,), LENGTH)
+        lengths[: int(lengths.sum()) % count if step == 1 else 0] -= 1  # as many rows as if all samples had as many
+        x *= (torch.arange(LENGTH) < lengths[:, None])[..., None]
+    return x, torch.randint(0, 3, (count,), generator=generator)
