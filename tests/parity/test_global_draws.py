@@ -54,9 +54,10 @@ def test_two_ranks(case: str, line: str) -> None:
         check(found, single(case))
 
 
-def test_a_rank_without_a_head_draws_nothing() -> None:
-    for found in testing.run_ranks(train, 3, "gpt-two-heads", "tp=3"):
-        check(found, single("gpt-two-heads"))
+@pytest.mark.parametrize("case", ["gpt-two-heads", "narrow"])
+def test_a_rank_without_a_unit_draws_nothing(case: str) -> None:
+    for found in testing.run_ranks(train, 3, case, "tp=3"):
+        check(found, single(case))
 
 
 def test_stages_of_one_rank_over_cut_layers() -> None:

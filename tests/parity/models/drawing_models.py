@@ -159,6 +159,22 @@ class Skipping(nn.Module):
         return x, x, x
 
 
+class Narrow(nn.Module):
+    """Hidden features that are fewer than ranks, and a dropout behind them in the same forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(12, WIDTH), nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+        self.last = nn.Linear(WIDTH, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three views of the result, as the VAE does."""
+        h = torch.tanh(self.first(x))
+        hidden = F.dropout(torch.tanh(self.up(h)), 0.2, self.training)
+        made = self.last(h + F.dropout(self.down(hidden), 0.3, self.training))
+        return made, made[..., :4], made[..., 4:8]
+
+
 def token_loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean cross-entropy of tokens."""
     return F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
@@ -204,6 +220,10 @@ def build_residuals() -> nn.Module:
     return Residuals().double()
 
 
+def build_narrow() -> nn.Module:
+    return Narrow().double()
+
+
 def build_lstm() -> nn.Module:
     return Recurrent().double()
 
@@ -232,6 +252,7 @@ def vectors(step: int, count: int) -> tuple[Tensor, Tensor]:
 CASES = {
     "gpt": (build_gpt, token_loss, tokens),
     "gpt-two-heads": (build_two_heads, token_loss, tokens),
+    "narrow": (build_narrow, vae_loss, vectors),
     "gpt-checkpoint": (build_checkpointed, token_loss, tokens),
     "vit": (build_vit, class_loss, images),
     "vae": (build_vae, vae_loss, vectors),

@@ -13,6 +13,7 @@ forward_draws    one forward: how often modules have drawn, and what a trial not
 sites            calls that draw, the step and forward that they belong to
 alike            draws that are the same in several runs of one piece of code
 recurrences      recurrent layers with dropout between them, on a GPU and of packed samples
+dropouts         dropout, in tensors without entries too
 operators        torch operators that draw, replaced while a step runs
 
 To draw another distribution by place, write its operator into `operators`, over what `distributions` gives.

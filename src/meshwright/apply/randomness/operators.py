@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from meshwright._torch_dispatch import draws_untouched, is_fake_mode_on, is_transformed, replace_draws
 from meshwright._torch_private import FakeTensor
 from meshwright.apply.randomness import distributions
+from meshwright.apply.randomness.dropouts import dropout, dropout_in_place, native_dropout
 from meshwright.apply.randomness.philox import ElementPlace
 from meshwright.apply.randomness.recurrences import bernoulli_of_pack, layers_of_gpu, recurrence, running_pack
 from meshwright.apply.randomness.sites import place_of_draw, shape_of, tell_own
@@ -234,15 +235,6 @@ def _integers(out: Tensor, low: int, high: int) -> Any:
 # -- results of their own --------------------------------------------------------------------------------------------------
 
 
-def _native_dropout(tensor: Tensor, p: float, train: bool | None) -> Any:
-    if train is False or p == 0 or not tensor.numel():
-        return NotImplemented
-    mask = torch.empty(tensor.shape, dtype=torch.bool, device=tensor.device)
-    if _bernoulli(mask, 1 - p) is NotImplemented:
-        return NotImplemented
-    return tensor * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
 def _rrelu(tensor: Tensor, noise: Tensor, *numbers: Any) -> Any:
     lower, upper, training = (*numbers, *(1 / 8, 1 / 3, False)[len(numbers) :])[:3]
     if not training:
@@ -369,7 +361,9 @@ _KERNELS: Final[dict[str, Kernel]] = {
     "random_": _random,
     "random_.from": _random_from,
     "random_.to": _random_to,
-    "native_dropout": _native_dropout,
+    "native_dropout": functools.partial(native_dropout, _bernoulli),
+    "dropout": functools.partial(dropout, _bernoulli),
+    "dropout_": functools.partial(dropout_in_place, _bernoulli),
     "_cudnn_rnn": functools.partial(recurrence, layers_of_gpu),
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu_in_place,
