@@ -53,3 +53,11 @@ def test_cut_buffers_take_what_a_part_that_ran_whole_has_left_in_them(plan: str)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+def test_buffers_that_follow_a_rank_s_samples_are_told(plan: str) -> None:
+    for kind in jobs.KINDS:
+        for reasons in testing.run_ranks(jobs.reasons_of, 2, kind, plan):
+            assert bool(reasons) is (kind == "centre" and plan != "tp=2"), kind
+            assert all("'1.centre'" in reason for reason in reasons)

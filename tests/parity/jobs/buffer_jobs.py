@@ -116,3 +116,39 @@ def statistics(plan: str) -> dict[str, Tensor]:
 
 def _image_loss(outputs: Tensor, pair: Any) -> Tensor:
     return nn.functional.cross_entropy(outputs, pair[1])
+
+
+class Centred(nn.Module):
+    """Follows the mean of its inputs, as DINO's centre does."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = x - self.centre
+        if self.training:
+            self.centre.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return result
+
+
+KINDS = {"centre": Centred, "norm": functools.partial(nn.BatchNorm1d, 6), "count": Counting}
+
+
+def reasons_of(kind: str, plan: str) -> list[str]:
+    """Return the plan's reasons about buffers after two steps with such a layer."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), KINDS[kind](), nn.Linear(6, 4)).double()
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(
+        module, plan, loss_fn=lambda outputs, pair: mw.Loss(*_total(outputs, pair)), optimizer=sgd
+    ) as model:
+        for step in range(2):
+            model.step(mw.split_batch(batch(4, step), model))
+        return [reason for reason in model.plan.reasons if reason.startswith("buffers:")]
+
+
+def _total(outputs: Tensor, pair: Any) -> tuple[Tensor, int]:
+    return (outputs - pair[1]).square().sum(), len(outputs)

@@ -3,6 +3,7 @@
 Gradients are summed over the ranks of a batch while backward runs or after it, and every rank updates what it owns.
 
 base             base class: equal copies at the start, buffers, sparse gradients
+buffers_apart    buffers that a forward changes by a rank's own samples
 sparse           names of parameters with sparse gradients
 distributed      whole copies whose gradients are summed (DDP)
 buckets          flat memory that owns gradients and is summed during backward

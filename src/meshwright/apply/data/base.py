@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright._torch_private import unsafe_sparse
+from meshwright.apply.data.buffers_apart import BuffersApart
 from meshwright.apply.data.sparse import names_with_sparse_gradients
 from meshwright.apply.engine import Engine
 from meshwright.apply.norm import values_of
@@ -43,6 +44,7 @@ class DataParallelEngine(Engine):
         self.sparse_names = names_with_sparse_gradients(module)
         make_copies_equal(self.parameters, group)
         make_copies_equal(module.buffers(), group)
+        self._apart = BuffersApart(group, device)
         self._buffer_owners = list(module.modules())
         self._buffer_versions = self._read_buffer_versions()
         self._sparse = self._sparse_parameters()
@@ -60,7 +62,9 @@ class DataParallelEngine(Engine):
 
     def detail(self, plan: Plan) -> Plan:
         change = self.reducer.explain()
-        return plan.replace(reasons=(*plan.reasons, f"compress={plan.compress}: {change}")) if change else plan
+        told = (f"compress={plan.compress}: {change}",) if change else ()
+        told += self._apart.reasons
+        return plan.replace(reasons=(*plan.reasons, *told)) if told else plan
 
     def leave_out_step(self) -> None:
         self.reducer.reset()
@@ -123,7 +127,9 @@ class DataParallelEngine(Engine):
         Raises:
             ApplyError: A persistent buffer differs in shape or dtype between ranks, or exists only on some.
         """
-        make_copies_equal(self._common_buffers(), self.group)
+        common = self._common_buffers()
+        self._apart.look(self.module, common)
+        make_copies_equal(common, self.group)
         self.note_buffers()
 
     def _common_buffers(self) -> list[torch.Tensor]:
