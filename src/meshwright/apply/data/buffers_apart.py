@@ -19,7 +19,10 @@ __all__: list[str] = []
 _TIMES = 3
 """How often ranks compare them: two shares differ in the first batches already [count]."""
 _MOST_SHOWN = 4
-_KNOWN = nn.modules.batchnorm._NormBase
+_KNOWN = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 class BuffersApart:

@@ -276,8 +276,8 @@ class Proving:
         proven = self.prove(scope, region)
         if not self._is_apart(proven):
             raise SurroundedError("it holds something that is cut by itself")
-        if any(_crosses(proven, other.scope) or _crosses(other, scope) for other in self._regions):
-            raise SurroundedError("shards of what is cut around it would enter or leave it")
+        if any(_enters(proven, other.scope) or _enters(other, scope) for other in self._regions):
+            raise SurroundedError("shards of what is cut around it would enter it")
         if accept is None:
             self._refuse_uses_elsewhere(proven)
         else:
@@ -383,9 +383,10 @@ class Proving:
         self._refuse_uses_elsewhere(region)
 
 
-def _crosses(region: Region, scope: str) -> bool:
-    """Tell whether some of what a region cuts lies in this module and some does not: shards pass its boundary."""
-    return not region.is_apart and len({is_inside(name, scope) for name in region.cuts}) > 1
+def _enters(region: Region, scope: str) -> bool:
+    """Tell whether shards of a region enter this module: some of its rows lie in it, and columns do not."""
+    rows = any(cut.kind == "row" and is_inside(name, scope) for name, cut in region.cuts.items())
+    return rows and any(cut.kind != "row" and not is_inside(name, scope) for name, cut in region.cuts.items())
 
 
 def _where(path: tuple[str, ...]) -> str:
