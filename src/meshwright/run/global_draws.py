@@ -20,6 +20,7 @@ from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_cut, from_rows, to_rows
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
+from meshwright.apply.tensor.guards.part_guard import denials_kept
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
 from meshwright.run.draw_parts import are_alike
@@ -312,7 +313,8 @@ class GlobalDraws:
         trials = self._trials(splitter)
         cut = None if whole is None else DrawsFound(whole.share)
         with self._engine.group.ledger.of_checks():
-            self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
+            with denials_kept(self.module):
+                self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
             notes = {} if cut is None else cut.notes
             rows = [[*call, list(note.shape)] for call, note in notes.items()]
             told = self._engine.everyone.all_gather_json(rows, device=self._engine.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,21 @@ MAX_PROOFS = 64
 """Proofs of one part while it runs [count]. A call that is new after that runs whole: its arguments never repeat."""
 
 
+_all: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def denials_kept(module: nn.Module) -> Iterator[None]:
+    """Let drawing parts of a model run whole from now on, if a call inside the context was not proven.
+
+    Random numbers have their places by how a layer ran there: on shards they would be other ones, without a word.
+    """
+    before = {guard: guard.num_denied for guard in _all if guard.draws_in(module)}
+    yield
+    for guard, num_denied in before.items():
+        guard.is_closed |= guard.num_denied > num_denied
+
+
 class Guard:
     """The proven calls of one part.
 
@@ -56,6 +72,11 @@ class Guard:
         """Why calls ran whole; each once."""
         self.num_proofs = 0
         """Proofs that were made while the model ran [count]."""
+        self.num_denied = 0
+        """Calls that ran whole [count]."""
+        self.is_closed = False
+        """Whether all run whole."""
+        _all.add(self)
         self._name = name
         self._module = cutting.module.get_submodule(name)
         self._template = template
@@ -103,11 +124,19 @@ class Guard:
 
     def allows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether shards are proven to equal the whole for this call. All ranks call it and get the same answer."""
+        if self.is_closed:
+            return False
         if _is_watched():
             self._note("a TorchFunctionMode of the user's is in force, and would see slices")
             return False
         with without_function_modes():  # a pipeline's stage would take what is asked here for the model's own code
-            return self._is_proven(args, kwargs, current_ambient())
+            verdict = self._is_proven(args, kwargs, current_ambient())
+        self.num_denied += not verdict
+        return verdict
+
+    def draws_in(self, module: nn.Module) -> bool:
+        """Tell whether this part is one of a model's, and drops entries."""
+        return self._model is module and any(part.drops for part in (*self._layout.regions, *self._layout.chains))
 
     def _is_proven(self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient) -> bool:
         for kind in self._kinds:
