@@ -60,6 +60,11 @@ def test_a_rank_without_a_unit_draws_nothing(case: str) -> None:
         check(found, single(case))
 
 
+def test_layers_that_ran_whole_while_places_were_found_draw_as_they_did_then() -> None:
+    for found in testing.run_ranks(train, 4, "latents", "tp=2,pp=2,micro_batches=2"):
+        check(found, single("latents"))
+
+
 def test_stages_of_one_rank_over_cut_layers() -> None:
     for found in testing.run_ranks(train, 4, "gpt", "tp=2,pp=2,virtual=2,micro_batches=2,schedule=zbv"):
         check(found, single("gpt"))

@@ -159,6 +159,43 @@ class Skipping(nn.Module):
         return x, x, x
 
 
+class Latent(nn.Module):
+    """Attention by latent queries and keys, of which a part is every head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a, self.q_norm, self.q_b = nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, 2 * WIDTH)
+        self.kv_a, self.kv_norm, self.kv_b = nn.Linear(WIDTH, 8 + 4), nn.LayerNorm(8), nn.Linear(8, 2 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after attention."""
+        size, length, _ = x.shape
+        q = self.q_b(self.q_norm(self.q_a(x))).view(size, length, -1, 8).transpose(1, 2)
+        latent, turned = self.kv_a(x).split([8, 4], -1)
+        k, v = self.kv_b(self.kv_norm(latent)).view(size, length, -1, 8).transpose(1, 2).split([4, 4], -1)
+        k = torch.cat([k, turned.view(size, 1, length, 4).expand(-1, k.shape[1], -1, -1)], -1)
+        p = 0.2 if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(size, length, -1))
+
+
+class Latents(nn.Module):
+    """Two such layers between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Latent() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits [samples, length, vocabulary]."""
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Narrow(nn.Module):
     """Hidden features that are fewer than ranks, and a dropout behind them in the same forward."""
 
@@ -220,6 +257,10 @@ def build_residuals() -> nn.Module:
     return Residuals().double()
 
 
+def build_latents() -> nn.Module:
+    return Latents().double()
+
+
 def build_narrow() -> nn.Module:
     return Narrow().double()
 
@@ -252,6 +293,7 @@ def vectors(step: int, count: int) -> tuple[Tensor, Tensor]:
 CASES = {
     "gpt": (build_gpt, token_loss, tokens),
     "gpt-two-heads": (build_two_heads, token_loss, tokens),
+    "latents": (build_latents, token_loss, tokens),
     "narrow": (build_narrow, vae_loss, vectors),
     "gpt-checkpoint": (build_checkpointed, token_loss, tokens),
     "vit": (build_vit, class_loss, images),
