@@ -106,8 +106,10 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         shares = (plan.dp, plan.micro_batches) if recipe.get("mixes") else (1, 1)
-        # BatchNorm of one value a channel raises in plain torch as well: each part has two samples or more.
-        recipe = {**_with_outputs(recipe), "samples": max(recipes.SAMPLES, 2 * math.prod(shares) + 1)}
+        # A norm of one value a channel raises in plain torch as well: each part has two samples or more then.
+        recipe = _with_outputs(recipe)
+        least = 2 * plan.dp * plan.micro_batches + 1 if recipe.get("mixes") or not _takes_one(json.dumps(recipe)) else 0
+        recipe = {**recipe, "samples": max(recipes.SAMPLES, least)}
         reference = _reference(recipe, shares, directory)
         outcomes = testing.run_outcomes(cell.train_under_plan, plan.num_ranks, recipe, line, str(reference))
         broken = next((outcome for outcome in outcomes if outcome.error is not None), None)
@@ -143,6 +145,18 @@ def _outputs_of(text: str) -> list[str]:
     return recipes.paths_of_samples(cell.Build(recipe)(), recipe)
 
 
+@functools.cache
+def _takes_one(text: str) -> bool:
+    """Tell whether a model trains on one sample in plain torch."""
+    recipe = json.loads(text)
+    torch.manual_seed(0)
+    try:
+        cell.train_plainly({**recipe, "samples": 1})
+    except ValueError:
+        return False
+    return True
+
+
 def _with_outputs(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe that names the outputs of samples: another tensor may have as many entries as a part of a batch."""
     return recipe if recipe["loss"] != "outputs" else {**recipe, "outputs": _outputs_of(json.dumps(recipe))}
@@ -150,7 +164,7 @@ def _with_outputs(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _reference(recipe: dict[str, Any], shares: tuple[int, int], directory: Path) -> Path:
     stem = recipe["type"].replace("/", ".")
-    path = directory / f"{stem}_{shares[0]}_{shares[1]}.pt"  # which give the samples as well
+    path = directory / f"{stem}_{shares[0]}_{shares[1]}_{recipe['samples']}.pt"
     if not path.exists():
         for old in directory.glob("*.pt"):
             if not old.name.startswith(f"{stem}_"):
