@@ -42,7 +42,7 @@ def write_entry(module: nn.Module) -> None:
 
 def write_moved(module: nn.Module) -> None:
     for parameter in module.parameters():
-        parameter.data = parameter.data * 0.5
+        parameter.data = torch.full(parameter.shape, 0.5, dtype=parameter.dtype)
 
 
 def write_scale(module: nn.Module) -> None:
