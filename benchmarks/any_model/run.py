@@ -108,8 +108,9 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
         shares = (plan.dp, plan.micro_batches) if recipe.get("mixes") else (1, 1)
         # A norm of one value a channel raises in plain torch as well: each part has two samples or more then.
         recipe = _with_outputs(recipe)
-        least = 2 * plan.dp * plan.micro_batches + 1 if recipe.get("mixes") or not _takes_one(json.dumps(recipe)) else 0
-        recipe = {**recipe, "samples": max(recipes.SAMPLES, least)}
+        least = 2 * plan.dp * plan.micro_batches + 1
+        if least > recipes.SAMPLES and (recipe.get("mixes") or not _takes_one(json.dumps(recipe))):
+            recipe = {**recipe, "samples": least}
         reference = _reference(recipe, shares, directory)
         outcomes = testing.run_outcomes(cell.train_under_plan, plan.num_ranks, recipe, line, str(reference))
         broken = next((outcome for outcome in outcomes if outcome.error is not None), None)
@@ -164,7 +165,7 @@ def _with_outputs(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _reference(recipe: dict[str, Any], shares: tuple[int, int], directory: Path) -> Path:
     stem = recipe["type"].replace("/", ".")
-    path = directory / f"{stem}_{shares[0]}_{shares[1]}_{recipe['samples']}.pt"
+    path = directory / f"{stem}_{shares[0]}_{shares[1]}_{recipes.samples_of(recipe)}.pt"
     if not path.exists():
         for old in directory.glob("*.pt"):
             if not old.name.startswith(f"{stem}_"):

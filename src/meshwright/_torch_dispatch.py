@@ -63,19 +63,17 @@ class _DispatchKey:
         """Register kernels for operators, for good; those `with_keys` are given the keys of the call first."""
         rest = torch.library.Library("_", "IMPL", self.name)
         rest.fallback(torch.library.fallthrough_kernel)
+        self._libraries.append(rest)
+        self.add(kernels, with_keys)
+        self._spare_higher_orders()
+
+    def add(self, kernels: Mapping[str, Callable[..., Any]], with_keys: Mapping[str, Callable[..., Any]]) -> None:
+        """Register kernels for more operators, for good; as for `replace`."""
         own = torch.library.Library("aten", "IMPL", self.name)
         for name, kernel in kernels.items():
             own.impl(name, kernel)
         for name, kernel in with_keys.items():
             own.impl(name, kernel, with_keyset=True)
-        self._libraries.extend((rest, own))
-        self._spare_higher_orders()
-
-    def add(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
-        """Register kernels for more operators, for good."""
-        own = torch.library.Library("aten", "IMPL", self.name)
-        for name, kernel in kernels.items():
-            own.impl(name, kernel)
         self._libraries.append(own)
 
     def _spare_higher_orders(self) -> None:
@@ -140,7 +138,7 @@ def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
 
 def also_replace(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Replace more operators inside `draws_intercepted`, for good; as for `replace_draws`."""
-    _DRAWS.add(kernels)
+    _DRAWS.add(kernels, {})
 
 
 def _attention(keys: Any, *given: Any, **options: Any) -> Any:

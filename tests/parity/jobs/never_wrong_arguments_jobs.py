@@ -94,12 +94,16 @@ class Settings:
         return super().__getattribute__(name)
 
 
-class Remembering(nn.Module):
-    """Keeps its hidden features in a cache deep inside an argument."""
+class UpAndDown(nn.Module):
+    """Two layers at a place in a stack."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
         self.up, self.down, self.place = nn.Linear(8, 12), nn.Linear(12, 8), place
+
+
+class Remembering(UpAndDown):
+    """Keeps its hidden features in a cache deep inside an argument."""
 
     def forward(self, x: Tensor, caches: TwoCaches, settings: Settings) -> Tensor:
         hidden = caches.own.layers[self.place].update(torch.tanh(self.up(x)))
@@ -107,24 +111,28 @@ class Remembering(nn.Module):
 
 
 class RememberingStack(nn.Module):
+    """Layers that are given one cache."""
+
+    layer: type[UpAndDown] = Remembering
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Remembering(place) for place in range(3))
+        self.layers = nn.ModuleList(self.layer(place) for place in range(3))
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        caches, settings = TwoCaches(3), Settings()
+        given = self.given()
         for layer in self.layers:
-            x = layer(x, caches, settings)
+            x = layer(x, *given)
         return self.head(x)
 
+    def given(self) -> tuple[Any, ...]:
+        """Return what layers take beside the stream."""
+        return TwoCaches(3), Settings()
 
-class Sliding(nn.Module):
+
+class Sliding(UpAndDown):
     """Keeps its hidden features in a cache of all layers, and takes a number from there that is no layer's."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.up, self.down, self.place = nn.Linear(8, 12), nn.Linear(12, 8), place
 
     def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
         hidden = cache["keys"][self.place].update(torch.tanh(self.up(x)))
@@ -138,17 +146,11 @@ class Window:
         self.rate = torch.tensor(0.75)
 
 
-class SlidingStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Sliding(place) for place in range(3))
-        self.head = nn.Linear(8, 3)
+class SlidingStack(RememberingStack):
+    layer = Sliding
 
-    def forward(self, x: Tensor) -> Tensor:
-        cache = {"keys": [KeysOfLayer() for _ in range(3)], "windows": [Window() for _ in range(3)]}
-        for layer in self.layers:
-            x = layer(x, cache)
-        return self.head(x)
+    def given(self) -> tuple[Any, ...]:
+        return ({"keys": [KeysOfLayer() for _ in range(3)], "windows": [Window() for _ in range(3)]},)
 
 
 @functools.lru_cache

@@ -36,10 +36,10 @@ def native_dropout(bernoulli: Callable[..., Any], tensor: Tensor, p: float, trai
 
 def dropout(bernoulli: Callable[..., Any], tensor: Tensor, p: float, train: bool) -> Any:
     """Return a tensor of which some entries are left out, as `native_dropout` takes it; an empty one is a call as well."""
-    if tensor.device.type == "cpu" or not tensor.numel() or not train or not 0 < p < 1:
-        noise = _noise(bernoulli, tensor, p, train)
-        return noise if noise is NotImplemented else tensor * noise
-    return torch.native_dropout(tensor, p, train)[0]
+    if tensor.device.type != "cpu" and tensor.numel() and train and 0 < p < 1:
+        return torch.native_dropout(tensor, p, train)[0]
+    noise = _noise(bernoulli, tensor, p, train)
+    return noise if noise is NotImplemented else tensor * noise
 
 
 def dropout_in_place(bernoulli: Callable[..., Any], tensor: Tensor, p: float, train: bool) -> Any:

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
+from tests.unit.apply.tensor.proof_counts import count_proofs
 from torch import Tensor, nn
 
 from meshwright.apply.tensor.search import regions
 from meshwright.apply.tensor.search.other_sizes import ALWAYS_TRIED
 from meshwright.apply.tensor.search.search import Search
-from meshwright.apply.tensor.tensor_layout import Region
 
 
 class Mixed(nn.Module):
@@ -34,14 +34,7 @@ class Mixed(nn.Module):
 
 
 def _proofs(model: nn.Module, monkeypatch: pytest.MonkeyPatch, x: Tensor) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    prove = regions.Proving.prove
-
-    def counted(self: regions.Proving, scope: str, region: Region) -> Region:
-        counts[scope] += 1
-        return prove(self, scope, region)
-
-    monkeypatch.setattr(regions.Proving, "prove", counted)
+    counts = count_proofs(monkeypatch)
     Search(model.double(), 2, lambda module: module(x)).layout()
     return counts
 

@@ -6,23 +6,16 @@ from collections import Counter
 
 import pytest
 import torch
+from tests.unit.apply.tensor.proof_counts import count_proofs
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.search import regions
 from meshwright.apply.tensor.search.search import Search
-from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
+from meshwright.apply.tensor.tensor_layout import TensorLayout
 
 
 def _search(model: nn.Module, monkeypatch: pytest.MonkeyPatch, x: Tensor) -> tuple[TensorLayout, Counter[str]]:
     """Return the layout for two ranks, and the proofs in each scope."""
-    counts: Counter[str] = Counter()
-    prove = regions.Proving.prove
-
-    def counted(self: regions.Proving, scope: str, region: Region) -> Region:
-        counts[scope] += 1
-        return prove(self, scope, region)
-
-    monkeypatch.setattr(regions.Proving, "prove", counted)
+    counts = count_proofs(monkeypatch)
     return Search(model.double(), 2, lambda module: module(x)).layout(), counts
 
 

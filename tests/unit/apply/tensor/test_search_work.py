@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.apply.tensor.proof_counts import count_proofs
 from torch import Tensor, nn
 
 from meshwright.apply.tensor.search import failed_work, regions, sequences
@@ -75,18 +76,11 @@ def test_the_work_is_the_same_for_every_size_of_the_batch(monkeypatch: pytest.Mo
 
 
 def _num_proofs(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    scopes: list[str] = []
-    prove = regions.Proving.prove
-
-    def counted(self: regions.Proving, scope: str, region: Region) -> Region:
-        scopes.append(scope)
-        return prove(self, scope, region)
-
     torch.manual_seed(0)
     with monkeypatch.context() as patch:
-        patch.setattr(regions.Proving, "prove", counted)
+        counts = count_proofs(patch)
         _layout(nn.Sequential(Long(num_steps)))
-    return scopes.count("0")
+    return counts["0"]
 
 
 def test_a_pair_in_a_large_scope_has_fewer_proofs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,9 +145,7 @@ class Trace(TorchFunctionMode):
             self.parameters[id(parameter)] = parameter
         self._sources: dict[int, frozenset[int]] = {}
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
-        self._parts: dict[
-            int, tuple[int, tuple[int, ...]]
-        ] = {}  # tensors put together: along which dim, of which sizes
+        self._parts: dict[int, tuple[int, tuple[int, ...]]] = {}  # tensors put together: along which dim, and sizes
         self._joined: dict[int, set[int]] = {}  # tensors put together from vectors: whose
         self._path: list[str] = []
         self._handles: list[Any] = []
