@@ -12,7 +12,15 @@ from tests.parity.jobs import overwritten_jobs as jobs
 import meshwright as mw
 from meshwright import testing
 
-WRITES = [jobs.write_all, jobs.write_one, jobs.write_entry, jobs.write_scale, jobs.write_moved]
+WRITES = [
+    jobs.write_all,
+    jobs.write_one,
+    jobs.write_entry,
+    jobs.write_scale,
+    jobs.write_moved,
+    jobs.write_computed,
+    jobs.write_cast,
+]
 
 
 def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

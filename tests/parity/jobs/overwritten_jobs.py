@@ -45,6 +45,15 @@ def write_moved(module: nn.Module) -> None:
         parameter.data = torch.full(parameter.shape, 0.5, dtype=parameter.dtype)
 
 
+def write_computed(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def write_cast(module: nn.Module) -> None:
+    module[2].bias.data = module[2].bias.data.float().double()
+
+
 def write_scale(module: nn.Module) -> None:
     module[3].scale.fill_(2.0)
 

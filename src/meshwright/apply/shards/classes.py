@@ -22,7 +22,7 @@ from meshwright._torch_private import without_function_subclasses
 from meshwright.apply.shards import elementwise as rules
 from meshwright.apply.shards.facts import ShardFacts
 from meshwright.errors import ApplyError
-from meshwright.trees import arguments_in
+from meshwright.trees import arguments_in, map_tensors
 
 __all__: list[str] = []
 
@@ -276,7 +276,7 @@ class _ShardCall:
 
     def _without_values(self) -> Any:
         if not self.writes:
-            return as_shard(as_plain(self.shards[0]), self.facts)
+            return as_shard(self._on_one_entry(), self.facts)
         may_pass = (
             self.name == "zero"
             and self.facts.gradient_is_elsewhere is not None
@@ -291,6 +291,21 @@ class _ShardCall:
         if self.facts.ignores_writes or may_pass:
             return self.args[0]
         return self._refuse()
+
+    def _on_one_entry(self) -> Tensor:
+        """Return what stands for the result of a function of values that are elsewhere: of one entry's memory.
+
+        A function that changes no value gives its argument back. Any other one gives new memory, in which an assignment to
+        `.data` is seen.
+        """
+        first = as_plain(self.shards[0])
+        if self.name in rules.COPIES:
+            return first
+        with without_function_subclasses():
+            ones = {id(s): s.as_subclass(Tensor).as_strided((1,) * s.dim(), (0,) * s.dim()) for s in self.shards}
+            args, kwargs = map_tensors((self.args, self.kwargs), lambda tensor: ones.get(id(tensor), tensor))
+            found = self.func(*args, **kwargs)
+            return first if any(found is one for one in ones.values()) else found.expand(first.shape)
 
     def _foreach(self) -> Any:
         """Run a function over lists, whose entries at one index belong together."""

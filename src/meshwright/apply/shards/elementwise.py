@@ -56,6 +56,9 @@ ELEMENTWISE = OPERATORS | _names("""
     bool cpu cuda copy fill zero zeros_like ones_like full_like empty_like where real xlogy
     """)
 
+COPIES = _names("clone contiguous detach")
+"""Give their argument's values, in its dtype."""
+
 MAPS = _names("clone contiguous detach to type float double half bfloat16 zeros_like zero")
 """Linear whatever else they are given."""
 
