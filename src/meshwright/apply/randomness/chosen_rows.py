@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright._torch_dispatch import draws_untouched
+from meshwright.apply.randomness import native
 from meshwright.apply.randomness.philox import RowPlaces
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 
@@ -195,17 +196,20 @@ class ChosenRows:
     def _places_of(
         self, choice: ChosenByIndex, rows: slice, name: str, *, is_minor: bool, first: int, num_samples: int
     ) -> tuple[RowPlaces, int]:
-        sources = choice.sources()[rows]
+        sources = choice.sources()[rows].contiguous()
         each = choice.num_sources // num_samples
+        counts = self._drawn.get((name, each))
+        if counts is None:
+            counts = self._drawn[name, each] = sources.new_zeros(choice.num_sources)
+        if sources.device.type == "cpu" and native.library() is not None:
+            given = {"each": each, "num_samples": num_samples, "is_minor": is_minor, "first": first}
+            return RowPlaces(*native.place_chosen_rows(sources, counts, **given, turn_bits=_TURN_BITS)), each
         if is_minor:
             samples, own = sources % num_samples, sources // num_samples
         else:
             samples, own = sources // each, sources % each
-        before = self._drawn.get((name, each))
-        if before is None:
-            before = sources.new_zeros(choice.num_sources)
-        turns = before[sources] + _turns(sources)
-        self._drawn[name, each] = before.index_add(0, sources, torch.ones_like(sources))
+        turns = counts[sources] + _turns(sources)
+        counts.index_add_(0, sources, torch.ones_like(sources))
         return RowPlaces((samples + first + (turns << _TURN_BITS)).contiguous(), own.contiguous()), each
 
 

@@ -142,3 +142,33 @@ def fill_uniform(out: Tensor, place: ElementPlace, bits: int) -> None:
         found.meshwright_philox_uniform64(ctypes.byref(given), ctypes.c_int64(threads), address)
     else:
         found.meshwright_philox_uniform32(ctypes.byref(given), ctypes.c_int64(threads), ctypes.c_int64(bits), address)
+
+
+def place_chosen_rows(
+    sources: Tensor, counts: Tensor, *, each: int, num_samples: int, is_minor: bool, first: int, turn_bits: int
+) -> tuple[Tensor, Tensor]:
+    """Return the samples of chosen rows, with their turns above `turn_bits`, and their places within them: int64, one dim each.
+
+    Args:
+        sources: Each row's number among those that were there to choose: contiguous int64, one dim.
+        counts: How often each of these has drawn before: the like, raised here.
+        each: Rows of a sample [count].
+        num_samples: Of the forward [count].
+        is_minor: Whether the rows of a sample lie `num_samples` apart, not beside each other.
+        first: The place of the forward's first sample.
+        turn_bits: Bits of a sample's number [bits].
+    """
+    found = library()
+    if found is None:
+        raise BuildError("the library is not there")
+    samples, indices = torch.empty_like(sources), torch.empty_like(sources)
+    numbers = (each, num_samples, int(is_minor), first, turn_bits)
+    found.meshwright_chosen_rows(
+        ctypes.c_void_p(sources.data_ptr()),
+        ctypes.c_int64(len(sources)),
+        ctypes.c_void_p(counts.data_ptr()),
+        *map(ctypes.c_int64, numbers),
+        ctypes.c_void_p(samples.data_ptr()),
+        ctypes.c_void_p(indices.data_ptr()),
+    )
+    return samples, indices

@@ -33,6 +33,13 @@ PLACES = [
         first_index=3,
         rows=RowPlaces(torch.tensor([5, 2**40 + 1, 9]), torch.tensor([0, 14, 7])),
     ),
+    ElementPlace(
+        key_of("many short"),
+        (Level(5, 0, 1),),
+        first_index=2,
+        rows=RowPlaces(torch.arange(100) % 7, torch.arange(100) * 5),
+    ),
+    ElementPlace(key_of("short runs"), (Level(40, 1, 0), Level(3, 0, 50), Level(6, 0, 1)), 3, 1),
     ElementPlace(key_of("none"), (Level(7, 0, 1),), rows=RowPlaces(torch.tensor([]).long(), torch.tensor([]).long())),
 ]
 

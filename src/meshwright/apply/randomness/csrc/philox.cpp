@@ -29,15 +29,15 @@ struct Place {
   const int64_t* row_index;    // and by how much its first element's index is moved
 };
 
-// Writes 4 * kBlocks words, of the blocks that begin with `block`.
-inline void generate(uint64_t key, uint64_t block, uint32_t plane, uint64_t sample, int blocks, uint32_t* words) {
+// Writes four words for each of so many blocks, which are numbered within their samples.
+inline void generate(uint64_t key, const uint64_t* block, uint32_t plane, const uint64_t* sample, int blocks,
+                     uint32_t* words) {
   uint32_t c0[kBlocks], c1[kBlocks], c2[kBlocks], c3[kBlocks];
   for (int j = 0; j < blocks; ++j) {
-    const uint64_t at = block + static_cast<uint64_t>(j);
-    c0[j] = static_cast<uint32_t>(at);
-    c1[j] = static_cast<uint32_t>(at >> 32) | (plane << 24);
-    c2[j] = static_cast<uint32_t>(sample);
-    c3[j] = static_cast<uint32_t>(sample >> 32);
+    c0[j] = static_cast<uint32_t>(block[j]);
+    c1[j] = static_cast<uint32_t>(block[j] >> 32) | (plane << 24);
+    c2[j] = static_cast<uint32_t>(sample[j]);
+    c3[j] = static_cast<uint32_t>(sample[j] >> 32);
   }
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
@@ -61,30 +61,65 @@ inline void generate(uint64_t key, uint64_t block, uint32_t plane, uint64_t samp
   }
 }
 
-// Calls emit(words of plane 0, words of plane 1, offset in the output, count) for consecutive indices of one sample.
+// Collects blocks of one run of indices or of many short ones, and computes as many as fill vector instructions at a time.
+// Calls emit(words of plane 0, words of plane 1, offset in the output, count). `flush` computes what is left.
 template <int Planes, class Emit>
-void run(uint64_t key, uint64_t sample, uint64_t index, int64_t count, int64_t out, const Emit& emit) {
-  alignas(64) uint32_t words[Planes][4 * kBlocks];
-  while (count > 0) {
-    const int skip = static_cast<int>(index & 3);
-    int64_t most = (count + skip + 3) / 4;
-    const int blocks = most < kBlocks ? static_cast<int>(most) : kBlocks;
-    if (blocks == kBlocks) {  // a constant, so that loops are unrolled
-      for (int plane = 0; plane < Planes; ++plane) generate(key, index >> 2, plane, sample, kBlocks, words[plane]);
-    } else {
-      for (int plane = 0; plane < Planes; ++plane) generate(key, index >> 2, plane, sample, blocks, words[plane]);
-    }
-    const int64_t took = 4 * blocks - skip < count ? 4 * blocks - skip : count;
-    emit(words[0] + skip, words[Planes - 1] + skip, out, took);
-    index += took;
-    out += took;
-    count -= took;
-  }
-}
+class Blocks {
+ public:
+  Blocks(uint64_t key, const Emit& emit) : key_(key), emit_(emit) {}
 
-// Walks the elements from `begin` to `end` of a contiguous output.
-template <int Planes, class Emit>
-void walk(const Place& place, int64_t begin, int64_t end, const Emit& emit) {
+  // Takes consecutive indices of one sample.
+  void add(uint64_t sample, uint64_t index, int64_t count, int64_t out) {
+    while (count > 0) {
+      const int skip = static_cast<int>(index & 3);
+      const int64_t most = (count + skip + 3) / 4;
+      const int blocks = most < kBlocks - filled_ ? static_cast<int>(most) : kBlocks - filled_;
+      const int64_t took = 4 * blocks - skip < count ? 4 * blocks - skip : count;
+      for (int j = 0; j < blocks; ++j) {
+        block_[filled_ + j] = (index >> 2) + static_cast<uint64_t>(j);
+        sample_[filled_ + j] = sample;
+      }
+      pieces_[taken_++] = {4 * filled_ + skip, out, took};
+      filled_ += blocks;
+      if (filled_ == kBlocks) flush();
+      index += took;
+      out += took;
+      count -= took;
+    }
+  }
+
+  void flush() {
+    for (int plane = 0; plane < Planes; ++plane) {
+      if (filled_ == kBlocks) {  // a constant, so that loops are unrolled
+        generate(key_, block_, plane, sample_, kBlocks, words_[plane]);
+      } else {
+        generate(key_, block_, plane, sample_, filled_, words_[plane]);
+      }
+    }
+    for (int at = 0; at < taken_; ++at) {
+      const Piece& piece = pieces_[at];
+      emit_(words_[0] + piece.begin, words_[Planes - 1] + piece.begin, piece.out, piece.count);
+    }
+    filled_ = taken_ = 0;
+  }
+
+ private:
+  struct Piece {
+    int begin;  // its first word
+    int64_t out, count;
+  };
+
+  uint64_t key_;
+  const Emit& emit_;
+  int filled_ = 0, taken_ = 0;
+  uint64_t block_[kBlocks], sample_[kBlocks];
+  Piece pieces_[kBlocks];
+  alignas(64) uint32_t words_[Planes][4 * kBlocks];
+};
+
+// Walks the elements from `begin` to `end` of a contiguous output that itself begins at `base`.
+template <class Taker>
+void walk(const Place& place, int64_t begin, int64_t end, int64_t base, Taker& taker) {
   const int64_t last = place.levels - 1;
   const bool runs = place.index[last] == 1 && place.sample[last] == 0;
   const int64_t length = runs ? place.count[last] : 1;
@@ -100,7 +135,7 @@ void walk(const Place& place, int64_t begin, int64_t end, const Emit& emit) {
   }
   for (int64_t out = begin; out < end;) {
     const int64_t took = length - offset < end - out ? length - offset : end - out;
-    run<Planes>(place.key, sample, index + offset, took, out, emit);
+    taker.add(sample, index + offset, took, base + out);
     out += took;
     offset = 0;
     for (int64_t level = outer - 1; level >= 0; --level) {
@@ -115,15 +150,18 @@ void walk(const Place& place, int64_t begin, int64_t end, const Emit& emit) {
 }
 
 // Walks rows from `begin` to `end`, each of so many elements.
-template <int Planes, class Emit>
-void walk_rows(const Place& place, int64_t length, int64_t begin, int64_t end, const Emit& emit) {
+template <class Taker>
+void walk_rows(const Place& place, int64_t length, int64_t begin, int64_t end, Taker& taker) {
   Place row = place;
+  const bool is_run = place.levels == 1 && place.index[0] == 1 && place.sample[0] == 0;
   for (int64_t at = begin; at < end; ++at) {
     row.first_sample = place.row_sample[at];
     row.first_index = place.first_index + place.row_index[at];
-    walk<Planes>(row, 0, length, [&emit, at, length](const uint32_t* first, const uint32_t* second, int64_t out, int64_t count) {
-      emit(first, second, at * length + out, count);
-    });
+    if (is_run) {
+      taker.add(row.first_sample, row.first_index, length, at * length);
+    } else {
+      walk(row, 0, length, at * length, taker);
+    }
   }
 }
 
@@ -134,11 +172,13 @@ void fill(const Place& place, int64_t threads, const Emit& emit) {
   if (length == 0) return;
   const int64_t total = place.rows >= 0 ? place.rows : length;
   const auto part_of = [&place, &emit, length](int64_t begin, int64_t end) {
+    Blocks<Planes, Emit> blocks(place.key, emit);
     if (place.rows >= 0) {
-      walk_rows<Planes>(place, length, begin, end, emit);
+      walk_rows(place, length, begin, end, blocks);
     } else {
-      walk<Planes>(place, begin, end, emit);
+      walk(place, begin, end, 0, blocks);
     }
+    blocks.flush();
   };
   if (threads <= 1) {
     part_of(0, total);
@@ -207,4 +247,17 @@ EXPORT void meshwright_philox_uniform64(const void* place, int64_t threads, doub
       out[at + i] = static_cast<double>(static_cast<int64_t>(both)) * 0x1p-53;
     }
   });
+}
+
+// Places of rows that an index chose: sources[i] is a row's number among those that were there to choose, `each` of a sample;
+// with `minor` samples lie innermost. A row that has drawn before (counts) goes on above `turn_bits` of its sample's number.
+EXPORT void meshwright_chosen_rows(const int64_t* sources, int64_t count, int64_t* counts, int64_t each, int64_t samples,
+                                   int64_t minor, int64_t first, int64_t turn_bits, int64_t* sample, int64_t* index) {
+  const int64_t width = minor ? samples : each;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t source = sources[i], high = source / width, low = source % width;
+    const int64_t turn = counts[source]++;
+    sample[i] = (minor ? low : high) + first + turn * (int64_t{1} << turn_bits);
+    index[i] = minor ? high : low;
+  }
 }
