@@ -59,5 +59,24 @@ def test_cut_buffers_take_what_a_part_that_ran_whole_has_left_in_them(plan: str)
 def test_buffers_that_follow_a_rank_s_samples_are_told(plan: str) -> None:
     for kind in jobs.KINDS:
         for reasons in testing.run_ranks(jobs.reasons_of, 2, kind, plan):
-            assert bool(reasons) is (kind == "centre" and plan != "tp=2"), kind
+            assert bool(reasons) is (kind in ("centre", "uncounted") and plan != "tp=2"), kind
             assert all("'1.centre'" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=1", "dp=2,pp=2"])
+def test_buffers_whose_writes_torch_does_not_count_follow_rank_0(plan: str) -> None:
+    found = testing.run_ranks(jobs.centre_after, mw.Plan.parse(plan).num_ranks, plan)
+    stages = [found[:2], found[2:]] if len(found) > 2 else [found]
+    for first, second in stages:
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("plan", ["dp=1,micro_batches=2", "pp=2,micro_batches=2", "tp=2,micro_batches=2"])
+def test_buffers_that_each_micro_batch_changes_are_told(plan: str) -> None:
+    names = {"uncounted": "1.centre", "centre": "1.centre", "spectral": "1.linear.parametrizations.weight.0._u"}
+    for kind in jobs.KINDS:
+        for reasons in testing.run_ranks(jobs.reasons_of, mw.Plan.parse(plan).num_ranks, kind, plan):
+            told = [reason for reason in reasons if "of each micro-batch" in reason]
+            assert len(told) == (kind in names or kind == "count"), kind
+            assert all(f"'{names.get(kind, '1.')}" in reason for reason in told)
+    assert not testing.run_ranks(jobs.reasons_of, 1, "centre", "dp=1,micro_batches=1")[0]

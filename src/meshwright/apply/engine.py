@@ -386,6 +386,10 @@ class Engine(OwnPasses):
         """Tell whether anything wrote into a buffer since the last `sync_buffers` or `note_buffers`."""
         return False
 
+    def looks_at_buffers(self) -> bool:
+        """Tell whether `sync_buffers` follows this step even where `buffers_changed` knows of no write."""
+        return False
+
     def note_buffers(self) -> None:
         """Record the present buffers as equal on all ranks."""
 

@@ -155,4 +155,5 @@ class OuterEngine(Engine):
     before_layer = _handed_on("before_layer", from_the_start=True)
     compression_state = _handed_on("compression_state", from_the_start=True)
     buffers_changed = _handed_on("buffers_changed", from_the_start=True)
+    looks_at_buffers = _handed_on("looks_at_buffers", from_the_start=True)
     note_buffers = _handed_on("note_buffers", from_the_start=True)

@@ -89,7 +89,8 @@ class Stepper:
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
-        self._terms = LossTerms(engine, rule, autocast, splitter)
+        self._is_cut = micro_batches > 1 or micro_batch_size is not None
+        self._terms = LossTerms(engine, rule, autocast, splitter, is_cut=self._is_cut)
         self.casts, self._watch_loss = self._terms.casts, self._terms.watch
         self._watch_model = ModelWatch(rule, engine, splitter)
         self.max_grad_norm = max_grad_norm
@@ -255,13 +256,12 @@ class Stepper:
 
     def _watch(self) -> None:
         engine = self.engine
-        accumulates = self.micro_batches > 1 or self.micro_batch_size is not None
-        cuts = accumulates or engine.group.size * engine.num_replicas > 1
+        cuts = self._is_cut or engine.group.size * engine.num_replicas > 1
         facts = {"fixes_memory": engine.fixes_memory, "cuts_batch": cuts}
         self._guard = ModelGuard(engine.module, follows_calls=engine.holds_parts or engine.copies > 1, **facts)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
         engine.guard_parts()
-        self._hooks = GradientHooks.of(engine, accumulates=accumulates)
+        self._hooks = GradientHooks.of(engine, accumulates=self._is_cut)
 
     def _micro_batches(self, batch: Any) -> list[Any]:
         num_samples = self.splitter.count(batch)

@@ -76,6 +76,8 @@ class LossWork:
                 "this process ran (functools.lru_cache around what a layer computes)",
                 fix="clear that cache (cache_clear()) before apply_plan, or apply the plan in a new process",
             )
+        if self._is_trained is not None:
+            self._terms.buffer_calls.note_forward()
         return term
 
     def root_of(self, term: LossTerm) -> Root | None:
@@ -108,7 +110,7 @@ class LossWork:
         has_begun = is_trained is not None and engine.may_stop_alone
         return SumExchange(
             *(engine.loss_group, engine.device, [term for term in terms if not term.is_empty]),
-            buffers_changed=engine.buffers_changed(),
+            buffers_changed=engine.buffers_changed() or (is_trained is not None and engine.looks_at_buffers()),
             in_background=not later,
             is_trained=bool(is_trained),
             failure=failure,
@@ -123,6 +125,7 @@ class LossWork:
             norm = self._engine.gradient_norm()
             return self.sums(terms), norm
         sums = self.sums(terms)
+        self._terms.buffer_calls.end_step()
         self._engine.finish_gradients(sums.gradient_scale)
         return sums, self._engine.gradient_norm()
 

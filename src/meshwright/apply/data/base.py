@@ -116,6 +116,9 @@ class DataParallelEngine(Engine):
     def buffers_changed(self) -> bool:
         return self._read_buffer_versions() != self._buffer_versions
 
+    def looks_at_buffers(self) -> bool:
+        return self._apart.is_due
+
     def note_buffers(self) -> None:
         self._buffer_versions = self._read_buffer_versions()
 
@@ -128,8 +131,10 @@ class DataParallelEngine(Engine):
             ApplyError: A persistent buffer differs in shape or dtype between ranks, or exists only on some.
         """
         common = self._common_buffers()
-        self._apart.look(self.module, common)
-        make_copies_equal(common, self.group)
+        before = dict(self._buffer_versions)
+        written = {key for key, version in self._read_buffer_versions() if before.get(key) != version}
+        if self._apart.look(self.module, common, written):
+            make_copies_equal(common, self.group)
         self.note_buffers()
 
     def _common_buffers(self) -> list[torch.Tensor]:

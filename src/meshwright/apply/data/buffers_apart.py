@@ -1,17 +1,18 @@
 """Buffers that a forward changes by a rank's own samples: a centre of outputs, a codebook's averages, a queue of rows.
 
 They follow rank 0, as BatchNorm's statistics do, so that they are not one device's, nor what is computed with them. BatchNorm's
-are known for it; of others the plan's reasons tell.
+are known for it; of others the plan's reasons tell. The count of a tensor's writes does not show all of them: a write through
+`.data`, and running statistics that `torch.nn.functional` writes. So the first steps compare values.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.state.buffers import buffer_digests
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
@@ -19,10 +20,6 @@ __all__: list[str] = []
 _TIMES = 3
 """How often ranks compare them: two shares differ in the first batches already [count]."""
 _MOST_SHOWN = 4
-_KNOWN = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
 
 
 class BuffersApart:
@@ -37,22 +34,39 @@ class BuffersApart:
         self._group = group
         self._device = device
         self._left = _TIMES
+        self._is_uncounted = False
         self.reasons: tuple[str, ...] = ()
 
-    def look(self, module: nn.Module, common: Collection[Tensor]) -> None:
-        """Compare the buffers that all ranks have; every rank calls it.
+    @property
+    def is_due(self) -> bool:
+        """Whether buffers are looked at after this step, though no write into one was counted."""
+        return self._group.size > 1 and (self._left > 0 or self._is_uncounted)
+
+    def look(self, module: nn.Module, common: Collection[Tensor], written: Collection[int]) -> bool:
+        """Compare the buffers that all ranks have, and tell whether they have to be made equal; every rank calls it.
 
         Args:
             module: The model.
             common: Buffers with one shape and dtype on all ranks.
+            written: The ids of buffers of which torch has counted a write since they were equal.
         """
-        if self._group.size == 1 or not self._left or self.reasons:
-            return
+        if self._group.size == 1 or not self._left:
+            return True
         self._left -= 1
-        own = dict(_digests(module, common))
-        told = self._group.all_gather_json(own, device=self._device)
-        apart = [name for name in told[0] if any(theirs.get(name) != told[0][name] for theirs in told)]
-        if apart:
+        wanted = {id(tensor) for tensor in common}
+        found = [(name, t, is_norm, digest) for name, t, is_norm, digest in buffer_digests(module) if id(t) in wanted]
+        own = {name: (digest, id(buffer) in written) for name, buffer, _, digest in found}
+        told = self._group.all_gather_json([own, bool(written)], device=self._device)
+        digests = [theirs for theirs, _ in told]
+        apart = [n for n in digests[0] if any(theirs.get(n, [""])[0] != digests[0][n][0] for theirs in digests)]
+        if any(not any(theirs.get(name, ["", False])[1] for theirs in digests) for name in apart):
+            self._is_uncounted = True
+        norms = {name for name, _, is_norm, _ in found if is_norm}
+        self._tell([n for n, t, _, _ in found if n in apart and n not in norms and t.is_floating_point()])
+        return bool(apart) or any(is_written for _, is_written in told)
+
+    def _tell(self, apart: list[str]) -> None:
+        if apart and not self.reasons:
             more = f" and {len(apart) - _MOST_SHOWN} more" if len(apart) > _MOST_SHOWN else ""
             names = ", ".join(f"'{name}'" for name in apart[:_MOST_SHOWN])
             self.reasons = (
@@ -60,15 +74,3 @@ class BuffersApart:
                 "one device's, nor is what is computed with them; keep them outside of the model by what meshwright.gather_batch "
                 "gives, or leave the batch whole (dp=1; tp and pp do)",
             )
-
-
-def _digests(module: nn.Module, common: Collection[Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield (FQN, digest) of floating buffers, of modules other than torch's norms: a whole number counts calls, as a rule."""
-    wanted = {id(tensor) for tensor in common}
-    for path, child in module.named_modules():
-        if isinstance(child, _KNOWN):
-            continue
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and id(buffer) in wanted:
-                held = buffer.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-                yield f"{path}.{name}" if path else name, hashlib.blake2b(held, digest_size=8).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,12 @@ from meshwright._torch_private import WrapperTensor
 from meshwright.trees import write_back
 
 __all__: list[str] = []
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Layers whose statistics are known to follow a rank's own micro-batch."""
 
 
 def buffer_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -34,6 +41,20 @@ def holds_values(tensor: torch.Tensor) -> bool:
     return tensor.layout != torch.strided or (
         0 not in tensor.stride() and tensor.untyped_storage().nbytes() >= tensor.nbytes
     )
+
+
+def buffer_digests(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, str]]:
+    """Yield (FQN, buffer, whether it is of one of torch's norms, digest of its values) of each dense buffer with values here."""
+    for path, owner in module.named_modules():
+        is_norm = isinstance(owner, _NORMS)
+        for name, buffer in owner._buffers.items():
+            if buffer is None or isinstance(buffer, WrapperTensor) or not holds_values(buffer):
+                continue
+            if buffer.layout != torch.strided:
+                continue
+            held = buffer.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+            digest = hashlib.blake2b(held, digest_size=8).hexdigest()  # pyright: ignore[reportArgumentType]
+            yield f"{path}.{name}" if path else name, buffer, is_norm, digest
 
 
 class BufferSnapshot:

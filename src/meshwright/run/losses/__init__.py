@@ -10,6 +10,7 @@ trial_watch  what one trial's code reads and ignores
 trial_writes parameters that trials have written to
 drawn        losses of models that draw whenever they run
 terms        a micro-batch's loss as a term of the step's
+buffer_calls buffers that each micro-batch changes
 watch        losses that are a mean no longer
 
 To recognise another kind of mean, touch `weights.py`, and add a trial in `trials.py`.

@@ -17,6 +17,7 @@ from meshwright.describe.batches import BatchSplitter, call_model
 from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
 from meshwright.run.loss_graph import foreign_error, foreign_parameters
+from meshwright.run.losses.buffer_calls import BufferCalls
 from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.watch import LossWatch
 from meshwright.trees import move_to, tensors_in
@@ -37,11 +38,22 @@ class LossTerms:
         rule: Reads losses.
         autocast: The dtype that forward runs in, or None for the model's own.
         splitter: Counts and cuts batches.
+        is_cut: Whether the plan cuts a rank's share into micro-batches.
     """
 
-    def __init__(self, engine: Engine, rule: LossRule, autocast: torch.dtype | None, splitter: BatchSplitter) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rule: LossRule,
+        autocast: torch.dtype | None,
+        splitter: BatchSplitter,
+        *,
+        is_cut: bool = False,
+    ) -> None:
         self.watch = LossWatch(rule, splitter, engine.device, is_threaded=engine.num_replicas > 1)
         """What looks at losses of new kinds of batches."""
+        self.buffer_calls = BufferCalls(engine, rule, is_cut=is_cut)
+        """What looks at buffers after each forward of a step."""
         self._engine = engine
         self._rule = rule
         self._splitter = splitter
