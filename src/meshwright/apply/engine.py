@@ -386,8 +386,8 @@ class Engine(OwnPasses):
         """Tell whether anything wrote into a buffer since the last `sync_buffers` or `note_buffers`."""
         return False
 
-    def looks_at_buffers(self) -> bool:
-        """Tell whether `sync_buffers` follows this step even where `buffers_changed` knows of no write."""
+    def looks_at_buffers(self, *, begins: bool) -> bool:  # noqa: ARG002
+        """Tell whether `sync_buffers` follows this step even where no write is known of; it `begins`: no forward has run."""
         return False
 
     def note_buffers(self) -> None:

@@ -329,7 +329,8 @@ class OwnLoop:
         with contextlib.ExitStack() as stack:
             stack.enter_context(engine.switch.plain())
             stepper.sentinels.begin_step()
-            agreement = self._agree(None, moved=engine.buffers_changed() or engine.looks_at_buffers(), steps=True)
+            moved = engine.buffers_changed() or engine.looks_at_buffers(begins=False)
+            agreement = self._agree(None, moved=moved, steps=True)
             agreement.wait()
             stepper.sentinels.end_draws()  # before the optimizer's own stream begins, which leaves the generator as it is now
             stepper.stop_requested = agreement.wants_stop

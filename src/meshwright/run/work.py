@@ -60,6 +60,7 @@ class LossWork:
         self._is_trained = is_trained
         self._on_phase = on_phase
         self._exchange: SumExchange | None = None
+        self._looks_at_buffers = is_trained is not None and engine.looks_at_buffers(begins=True)
         # Alone, backward is run from the mean.
         self._is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
 
@@ -110,7 +111,7 @@ class LossWork:
         has_begun = is_trained is not None and engine.may_stop_alone
         return SumExchange(
             *(engine.loss_group, engine.device, [term for term in terms if not term.is_empty]),
-            buffers_changed=engine.buffers_changed() or (is_trained is not None and engine.looks_at_buffers()),
+            buffers_changed=self._looks_at_buffers or engine.buffers_changed(),
             in_background=not later,
             is_trained=bool(is_trained),
             failure=failure,

@@ -116,7 +116,9 @@ class DataParallelEngine(Engine):
     def buffers_changed(self) -> bool:
         return self._read_buffer_versions() != self._buffer_versions
 
-    def looks_at_buffers(self) -> bool:
+    def looks_at_buffers(self, *, begins: bool) -> bool:
+        if begins:
+            self._apart.begin(self.module)
         return self._apart.is_due
 
     def note_buffers(self) -> None:

@@ -35,12 +35,18 @@ class BuffersApart:
         self._device = device
         self._left = _TIMES
         self._is_uncounted = False
+        self._before: dict[str, str] = {}
         self.reasons: tuple[str, ...] = ()
 
     @property
     def is_due(self) -> bool:
         """Whether buffers are looked at after this step, though no write into one was counted."""
         return self._group.size > 1 and (self._left > 0 or self._is_uncounted)
+
+    def begin(self, module: nn.Module) -> None:
+        """Note the values from which a forward begins: one that differs between ranks by then is left to sentinels."""
+        if self._group.size > 1 and self._left:
+            self._before = {name: digest for name, _, _, digest in buffer_digests(module)}
 
     def look(self, module: nn.Module, common: Collection[Tensor], written: Collection[int]) -> bool:
         """Compare the buffers that all ranks have, and tell whether they have to be made equal; every rank calls it.
@@ -55,10 +61,15 @@ class BuffersApart:
         self._left -= 1
         wanted = {id(tensor) for tensor in common}
         found = [(name, t, is_norm, digest) for name, t, is_norm, digest in buffer_digests(module) if id(t) in wanted]
-        own = {name: (digest, id(buffer) in written) for name, buffer, _, digest in found}
+        own = {name: (digest, id(buffer) in written, self._before.get(name)) for name, buffer, _, digest in found}
         told = self._group.all_gather_json([own, bool(written)], device=self._device)
         digests = [theirs for theirs, _ in told]
-        apart = [n for n in digests[0] if any(theirs.get(n, [""])[0] != digests[0][n][0] for theirs in digests)]
+        apart = [
+            name
+            for name, (digest, _, before) in digests[0].items()
+            if any(theirs.get(name, [""])[0] != digest for theirs in digests)
+            and all(theirs.get(name, ["", False, before])[2] == before for theirs in digests)
+        ]
         if any(not any(theirs.get(name, ["", False])[1] for theirs in digests) for name in apart):
             self._is_uncounted = True
         norms = {name for name, _, is_norm, _ in found if is_norm}
