@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.apply.randomness import distributions
-from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace
-from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_cut, find_dims, locate
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, key_of, words_at
+from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_cut, find_dims, locate, place_slice
 
 CPU = torch.device("cpu")
 
@@ -121,3 +121,27 @@ def test_a_draw_on_the_stream_is_the_chains() -> None:
         SiteDims(0, num_dims=3), (2, 4, 8), [(2, 2, 8), (2, 2, 8)], 0, num_samples=2, slicing=(1, (2, 2), 0)
     )
     assert found.on_stream
+
+
+@pytest.mark.parametrize("is_minor", [False, True])
+@pytest.mark.parametrize("sizes", [(20, 20), (7, 0, 33)])
+def test_slices_of_merged_rows_have_the_numbers_of_the_whole(sizes: tuple[int, ...], is_minor: bool) -> None:
+    dims = SiteDims(0, is_minor=is_minor, num_dims=3, is_merged=True, on_stream=True)
+    shape, key = (2, 3), key_of("call")
+    found = locate((sum(sizes), *shape), dims, 5)
+    assert found is not None
+    whole = words_at(ElementPlace(key, found.levels, 4), 0, CPU)
+    parts = [
+        place_slice(key, (size, *shape), dims, first=4, num_samples=5, slicing=(0, sizes, rank))
+        for rank, size in enumerate(sizes)
+    ]
+    assert all(part is not None for part in parts)
+    assert torch.equal(torch.cat([words_at(part, 0, CPU) for part in parts if part]), whole)
+
+
+def test_another_call_than_a_slice_of_merged_rows_has_no_places() -> None:
+    dims = SiteDims(0, num_dims=3, is_merged=True, on_stream=True)
+    given = {"first": 0, "num_samples": 5, "slicing": (0, (20, 20), 1)}
+    assert place_slice(1, (40, 2, 3), dims, **given) is None  # the whole
+    assert place_slice(1, (20, 2, 3), SiteDims(0, num_dims=3, is_merged=True), **given) is None  # not on the stream
+    assert place_slice(1, (20, 2, 3), dims, first=0, num_samples=3, slicing=(0, (20, 20), 1)) is None  # 40 rows of 3
