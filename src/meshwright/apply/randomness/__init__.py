@@ -6,6 +6,7 @@ gpu              the same bits from a CUDA kernel
 distributions    uniform, Bernoulli, normal, exponential numbers, integers
 sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
 sample_loops     draws of a loop over samples, each known by its sample
+row_slices       slices of rows that begin or end inside of a sample
 chosen_rows      rows that an index has chosen, followed to their samples
 row_choices      torch operators that choose rows, seen where draws follow them
 names            names of modules, by which calls are known

@@ -7,11 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.randomness.names import LOSS, series_of
-from meshwright.apply.randomness.philox import ElementPlace, Level, RowPlaces, merge_levels
+from meshwright.apply.randomness.philox import Level, merge_levels
 
 __all__: list[str] = []
 
@@ -207,35 +204,6 @@ def locate_in_row(shape: Sequence[int], dims: SiteDims) -> tuple[Located, int] |
     length = math.prod(inner) if own is None else math.prod(inner) // inner[own.dim] * sum(own.sizes)
     found = locate(inner, SiteDims(None, cut=own), 1)
     return None if found is None else (found, length)
-
-
-def place_slice(
-    key: int, shape: Sequence[int], dims: SiteDims, *, first: int, num_samples: int, slicing: Slicing | None
-) -> ElementPlace | None:
-    """Return the places of a slice of merged rows that begins or ends inside of a sample; None where it is another call.
-
-    Args:
-        key: Of the call.
-        shape: The tensor's.
-        dims: Its sample dim.
-        first: The place of the forward's first sample.
-        num_samples: Samples of the forward [count].
-        slicing: The slices of the stream in which the call runs.
-    """
-    if slicing is None or not (dims.on_stream and dims.is_merged) or dims.dim != slicing[0] or num_samples < 1:
-        return None
-    dim, sizes, rank = slicing
-    each, rest = divmod(sum(sizes), num_samples)
-    if rest or dim >= len(shape) or shape[dim] != sizes[rank] or math.prod(shape[:dim]) != 1:
-        return None
-    within = locate(shape[dim + 1 :], SiteDims(None), 1)
-    if within is None:
-        return None
-    with torch.no_grad(), draws_untouched():
-        rows = torch.arange(sizes[rank]) + sum(sizes[:rank])
-        samples, own = (rows % num_samples, rows // num_samples) if dims.is_minor else (rows // each, rows % each)
-        places = RowPlaces(samples + first, own * math.prod(shape[dim + 1 :]))
-    return ElementPlace(key, within.levels, 0, within.first_index, places)
 
 
 def _own(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:

@@ -24,15 +24,8 @@ from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, RowPlaces, key_of, merge_levels
-from meshwright.apply.randomness.sample_dims import (
-    Call,
-    SiteDims,
-    Slicing,
-    dims_of_others,
-    locate,
-    locate_in_row,
-    place_slice,
-)
+from meshwright.apply.randomness.row_slices import place_slice
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate, locate_in_row
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
 from meshwright.errors import ApplyError
 
@@ -132,8 +125,7 @@ class StepDraws:
         elif dims is not None and not dims.is_apart:
             slicing = _running.slicing
             found = _located(shape, dims, forward.num_samples, slicing)
-            seen = {"first": forward.first, "num_samples": forward.num_samples, "slicing": slicing}
-            if found is None and (place := place_slice(key_of(text), shape, dims, **seen)) is not None:
+            if found is None and (place := place_slice(key_of(text), shape, dims, forward, slicing)) is not None:
                 return place
         if 0 in shape:
             return ElementPlace(key_of(text), (Level(0, 0, 1),), NO_SAMPLE)  # an expert without tokens
