@@ -299,7 +299,7 @@ class DrawTrials:
     def _note_dims(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
         for call, note in whole.notes.items():
             shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
-            dims = find_dims([(whole.num_samples, note.shape), *shapes])
+            dims = find_dims([(whole.num_samples, note.shape), *shapes], may_vary=True)
             if dims is None:
                 continue
             before = found.dims.setdefault(call, dataclasses.replace(dims, kind=note.kind))

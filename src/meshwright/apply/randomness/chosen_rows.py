@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.randomness import native
-from meshwright.apply.randomness.philox import RowPlaces
+from meshwright.apply.randomness.philox import INDEX_BITS, RowPlaces
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 
 __all__: list[str] = []
@@ -167,7 +167,15 @@ class ChosenRows:
                 yield choice, choice.num_rows, slice(None)
 
     def place(
-        self, call: Call, dims: SiteDims, num_rows: int, *, given: Sequence[Tensor], first: int, num_samples: int
+        self,
+        call: Call,
+        dims: SiteDims,
+        num_rows: int,
+        *,
+        given: Sequence[Tensor],
+        first: int,
+        num_samples: int,
+        row_stride: int,
     ) -> tuple[RowPlaces, int] | None:
         """Return the places of the rows that draw now, and how many rows a sample has; None where no choice is known.
 
@@ -180,6 +188,7 @@ class ChosenRows:
             given: What the modules that run were called with.
             first: The place of the forward's first sample.
             num_samples: Its samples [count].
+            row_stride: By how much the next row moves an element's index within its sample.
         """
         known = self._places.get(call)
         if known is not None:
@@ -188,9 +197,12 @@ class ChosenRows:
         if found is None or found[0].num_sources % num_samples or not found[0].is_unchanged:
             return None
         with torch.no_grad(), draws_untouched():
-            self._places[call] = self._places_of(
+            places, each = self._places_of(
                 *found, call[0], is_minor=dims.is_minor, first=first, num_samples=num_samples
             )
+            if each * row_stride >> INDEX_BITS:
+                return None
+            self._places[call] = RowPlaces(places.samples, places.indices * row_stride), each
         return self._places[call]
 
     def _places_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -76,6 +77,28 @@ class ElementPlace:
         for level in self.levels:
             total *= level.count
         return total
+
+
+INDEX_BITS = 58
+"""Of an element's index within its sample: a counter of 2**56 blocks of four words [bits]."""
+_DIM_BITS = {2: 24, 3: 16, 4: 13, 5: 10, 6: 8}
+"""Of an index along a dim that is not the outermost, by the number of dims [bits]."""
+
+
+def index_strides(sizes: Sequence[int]) -> list[int]:
+    """Return by how much an entry of each dim moves an element's index, for the dims beside that of the samples.
+
+    No stride depends on a size, unless one is beyond its bits: a tensor that is padded or cut to another length has the same
+    numbers where both have entries.
+
+    >>> index_strides([3, 5]) == index_strides([3, 7]) == [2**24, 1]
+    True
+    """
+    bits = _DIM_BITS.get(len(sizes), 0)
+    outer = INDEX_BITS - bits * (len(sizes) - 1)
+    if bits and sizes[0] <= 1 << outer and all(size <= 1 << bits for size in sizes[1:]):
+        return [1 << bits * place for place in reversed(range(len(sizes)))]
+    return [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
 
 
 def merge_levels(levels: Sequence[Level]) -> tuple[Level, ...]:

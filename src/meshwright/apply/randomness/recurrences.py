@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from meshwright._torch_dispatch import cudnn_rnn, draws_untouched
 from meshwright._torch_private import MODULE_CALL, RECURRENCES
 from meshwright.apply.randomness import distributions
-from meshwright.apply.randomness.philox import NO_SAMPLE, Level, merge_levels
+from meshwright.apply.randomness.philox import NO_SAMPLE, Level, index_strides, merge_levels
 from meshwright.apply.randomness.sites import place_of_draw
 
 __all__: list[str] = []
@@ -111,10 +111,15 @@ def bernoulli_of_pack(out: Tensor, p: float, packed: PackedSequence) -> Any:
     place = place_of_draw((num_samples, num_features), "bernoulli_")  # of a step: their number is not the call's
     if place is None:
         return NotImplemented
-    inner = Level(num_steps * num_features, 0, 1)
-    outer = Level(num_samples, 0, inner.count) if place.first_sample == NO_SAMPLE else Level(num_samples, 1, 0)
+    is_common = place.first_sample == NO_SAMPLE
+    full = [num_samples, num_steps, num_features] if is_common else [num_steps, num_features]
+    inner = [Level(size, 0, step) for size, step in zip(full, index_strides(full), strict=True)]
     made = torch.empty((num_samples, num_steps, num_features), dtype=torch.float32, device=out.device)
-    distributions.fill_bernoulli(made, dataclasses.replace(place, levels=merge_levels([outer, inner])), p)
+    distributions.fill_bernoulli(
+        made,
+        dataclasses.replace(place, levels=merge_levels(inner if is_common else [Level(num_samples, 1, 0), *inner])),
+        p,
+    )
     steps = torch.arange(num_steps).repeat_interleave(sizes)
     samples = torch.arange(len(steps)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     if packed.sorted_indices is not None:

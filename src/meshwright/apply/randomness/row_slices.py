@@ -9,8 +9,8 @@ import torch
 
 from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.randomness.forward_draws import ForwardDraws
-from meshwright.apply.randomness.philox import ElementPlace, RowPlaces
-from meshwright.apply.randomness.sample_dims import SiteDims, Slicing, locate
+from meshwright.apply.randomness.philox import ElementPlace, Level, RowPlaces, index_strides, merge_levels
+from meshwright.apply.randomness.sample_dims import SiteDims, Slicing
 
 __all__: list[str] = []
 
@@ -34,11 +34,10 @@ def place_slice(
     each, rest = divmod(sum(sizes), num_samples)
     if rest or dim >= len(shape) or shape[dim] != sizes[rank] or math.prod(shape[:dim]) != 1:
         return None
-    within = locate(shape[dim + 1 :], SiteDims(None), 1)
-    if within is None:
-        return None
+    strides = index_strides([each, *shape[dim + 1 :]])
+    levels = merge_levels([Level(size, 0, step) for size, step in zip(shape[dim + 1 :], strides[1:], strict=True)])
     with torch.no_grad(), draws_untouched():
         rows = torch.arange(sizes[rank]) + sum(sizes[:rank])
         samples, own = (rows % num_samples, rows // num_samples) if dims.is_minor else (rows // each, rows % each)
-        places = RowPlaces(samples + forward.first, own * math.prod(shape[dim + 1 :]))
-    return ElementPlace(key, within.levels, 0, within.first_index, places)
+        places = RowPlaces(samples + forward.first, own * strides[0])
+    return ElementPlace(key, levels, rows=places)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.apply.randomness.names import LOSS, series_of
-from meshwright.apply.randomness.philox import Level, merge_levels
+from meshwright.apply.randomness.philox import Level, index_strides, merge_levels
 
 __all__: list[str] = []
 
@@ -100,31 +100,28 @@ def find_cut(
     return dataclasses.replace(dims, cut=DrawnPart(dim, sizes, rank))
 
 
-def find_dims(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> SiteDims | None:
+def find_dims(shapes: Sequence[tuple[int, tuple[int, ...]]], *, may_vary: bool = False) -> SiteDims | None:
     """Return the sample dim of a call; None where its shapes do not tell.
 
     Args:
         shapes: The number of samples, and the shape drawn then; of one call in several batches.
+        may_vary: Whether other dims may depend on which samples lie together, as a length to which they are padded.
     """
     (count, shape), *others = shapes
     others = [(num, other) for num, other in others if num != count]
     if not others or any(len(other) != len(shape) for _, other in others):
         return None
-    scaled: set[int] = set()
-    for num, other in others:
-        for dim, (size, changed) in enumerate(zip(shape, other, strict=True)):
-            if size == changed:
-                continue
-            if size * num != changed * count or size % count:
-                return None
-            scaled.add(dim)
-    if not scaled:
+    changed = {dim for dim, size in enumerate(shape) if any(other[dim] != size for _, other in others)}
+    if not changed:
         return SiteDims(None, num_dims=len(shape))
-    if len(scaled) > 1:
+    scaled = [
+        dim
+        for dim in changed
+        if shape[dim] % count == 0 and all(shape[dim] * num == other[dim] * count for num, other in others)
+    ]
+    if len(scaled) != 1 or (len(changed) > 1 and not may_vary):
         return None
-    dim = scaled.pop()
-    if any(shape[dim] * num != other[dim] * count for num, other in others):
-        return None
+    dim = scaled[0]
     return SiteDims(dim, num_dims=len(shape), is_merged=shape[dim] != count)
 
 
@@ -169,24 +166,31 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
     if dims.dim is not None and not (dims.is_merged or cut or shape[dims.dim] == num_samples):
         return None  # another call than the one whose dim is known
     levels: list[Level] = []
-    stride, first = 1, 0
-    for dim in reversed(range(len(shape))):
-        own = _own(shape, dims, num_samples, dim)
-        full = own
+    first = 0
+    strides = _strides(shape, dims, num_samples, cut)
+    for dim in range(len(shape)):
         if cut is not None and cut.dim == dim:
-            full = sum(cut.sizes)
-            first += sum(cut.sizes[: cut.rank]) * stride
-        inner = [Level(own, 0, stride)]
+            first += sum(cut.sizes[: cut.rank]) * strides[dim]
+        inner = [Level(_own(shape, dims, num_samples, dim), 0, strides[dim])]
         if dims.dim == dim:
             samples = Level(num_samples, 1, 0)
-            inner = [samples, *inner] if dims.is_minor else [*inner, samples]
-        levels += inner  # the innermost first
-        stride *= full
-    return Located(merge_levels(levels[::-1]), first, skipped)
+            inner = [*inner, samples] if dims.is_minor else [samples, *inner]
+        levels += inner
+    return Located(merge_levels(levels), first, skipped)
+
+
+def _strides(shape: Sequence[int], dims: SiteDims, num_samples: int, cut: DrawnPart | None) -> list[int]:
+    """Return by how much an entry of each dim moves the index within its sample; 0 for an unmerged dim of samples."""
+    full = [_own(shape, dims, num_samples, dim) for dim in range(len(shape))]
+    if cut is not None:
+        full[cut.dim] = sum(cut.sizes)
+    counted = [dim for dim in range(len(shape)) if dim != dims.dim or dims.is_merged]
+    strides = dict(zip(counted, index_strides([full[dim] for dim in counted]), strict=True))
+    return [strides.get(dim, 0) for dim in range(len(shape))]
 
 
 def locate_in_row(shape: Sequence[int], dims: SiteDims) -> tuple[Located, int] | None:
-    """Return where the elements of one row lie, and the elements of a whole one [count]; None where the shape does not fit.
+    """Return where the elements of one row lie, and by how much the next row moves the index; None: the shape does not fit.
 
     Args:
         shape: The tensor's.
@@ -201,9 +205,10 @@ def locate_in_row(shape: Sequence[int], dims: SiteDims) -> tuple[Located, int] |
         return None
     if own is not None and inner[own.dim] == sum(own.sizes):  # a call that the cut is not proven for runs whole
         own = None
-    length = math.prod(inner) if own is None else math.prod(inner) // inner[own.dim] * sum(own.sizes)
-    found = locate(inner, SiteDims(None, cut=own), 1)
-    return None if found is None else (found, length)
+    # As one sample with one row: the dim of the rows is the outermost of its index.
+    moved = None if own is None else DrawnPart(own.dim + 1, own.sizes, own.rank)
+    found = locate((1, *inner), SiteDims(None, cut=moved), 1)
+    return None if found is None else (found, _strides((1, *inner), SiteDims(None), 1, moved)[0])
 
 
 def _own(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:

@@ -23,7 +23,7 @@ from meshwright._torch_dispatch import draws_intercepted, draws_untouched, inter
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
-from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, RowPlaces, key_of, merge_levels
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.row_slices import place_slice
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate, locate_in_row
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
@@ -154,12 +154,12 @@ class StepDraws:
             given=list(self.names.given()),
             first=forward.first,
             num_samples=forward.num_samples,
+            row_stride=within[1],
         )
         if within is None or rows is None:
             return None
-        (found, length), (places, each) = within, rows
-        moved = RowPlaces(places.samples, places.indices * length)
-        return ElementPlace(key_of(f"{self.text}/{call[0]}/rows of {each}"), found.levels, 0, found.first_index, moved)
+        (found, _), (places, each) = within, rows
+        return ElementPlace(key_of(f"{self.text}/{call[0]}/rows of {each}"), found.levels, 0, found.first_index, places)
 
     def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
         """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""

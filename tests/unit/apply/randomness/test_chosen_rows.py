@@ -20,7 +20,9 @@ def places(index: torch.Tensor, num_sources: int, *, is_minor: bool, calls: int)
     dims = SiteDims(0, num_dims=2, is_merged=True, follows="block", is_minor=is_minor)
     found = []
     for number in range(calls):
-        place = rows.place(("block", number), dims, len(chosen), given=(), first=FIRST, num_samples=NUM_SAMPLES)
+        place = rows.place(
+            ("block", number), dims, len(chosen), given=(), first=FIRST, num_samples=NUM_SAMPLES, row_stride=1
+        )
         assert place is not None
         assert place[1] == num_sources // NUM_SAMPLES
         found.append((place[0].samples.tolist(), place[0].indices.tolist()))
