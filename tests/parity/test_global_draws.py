@@ -47,6 +47,7 @@ def test_one_process(case: str, line: str) -> None:
         ("vit", "dp=2,recompute=selective"),
         ("vae", "pp=2,micro_batches=3,recompute=full"),
         ("lstm", "dp=2,zero=1,micro_batches=2"),
+        ("lstm", "pp=2,micro_batches=3,schedule=zb-h1"),  # packs between its layers
     ],
 )
 def test_two_ranks(case: str, line: str) -> None:

@@ -109,6 +109,10 @@ def may_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return func is not F.rrelu or bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 
 
+PACKS = frozenset((torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence))  # pyright: ignore
+"""Functions behind packed samples: the second result, sizes or lengths, comes of the arguments behind the first alone."""
+
+
 DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 """What runs a backward inside of the forward."""
 

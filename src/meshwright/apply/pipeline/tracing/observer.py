@@ -16,6 +16,7 @@ from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
     METADATA,
+    PACKS,
     differentiated_by,
     gradient_refusal,
     shown_name,
@@ -256,7 +257,11 @@ class ForwardObserver(TorchFunctionMode):
         if home is not None:
             self._used[home] |= names
             self._note_read(func, args, kwargs, result, home)
-        for tensor in tensors_in((result, target)):
+        if func in PACKS and not values_in((args[1:], kwargs)):
+            result_of_units = result[:1]  # the sizes are every stage's
+        else:
+            result_of_units = result
+        for tensor in tensors_in((result_of_units, target)):
             self._alive.append(tensor)  # an id identifies a tensor only while the tensor lives
             if home is not None:
                 self._mark(tensor, home)

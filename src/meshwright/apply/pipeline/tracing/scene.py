@@ -130,7 +130,7 @@ def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], places: Seque
     """Return the tensors among a call's arguments, in an order that is the same on all stages."""
     found: list[Tensor] = []
     for item in (*args, *kwargs.values()):
-        if isinstance(item, Tensor) or type(item) is tuple:
+        if isinstance(item, (Tensor, tuple)):
             found += tensors_of(item)
     for path, place in places:
         if not _is_module(path):

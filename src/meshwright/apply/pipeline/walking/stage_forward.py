@@ -24,6 +24,7 @@ from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
     METADATA,
+    PACKS,
     RANDOM,
     may_draw,
     refuse_gradient,
@@ -54,7 +55,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
     values_in,
 )
-from meshwright.apply.pipeline.walking.without_numbers import run_plain
+from meshwright.apply.pipeline.walking.without_numbers import run_plain, zeros_like_meta
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
 from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
@@ -266,6 +267,12 @@ class StageForward(Bookkeeping):
         values = self._own_values(args, kwargs)
         if not values:
             return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
+        if func in PACKS and not self._own_values(args[1:], kwargs):
+            sizes = func(zeros_like_meta(Meta.of(values[0].any)), *args[1:], **kwargs)[1]
+            return self._run(func, args, kwargs, values)[0], sizes  # the sizes are every stage's
+        return self._run(func, args, kwargs, values)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: Any) -> Any:
         home = latest_of([value.home for value in values])
         self._way.between(home, values)
         if func in DIFFERENTIATES:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.weak import TensorWeakRef
 
 from meshwright._torch_private import WrapperTensor, fake_mode_without_addresses
@@ -267,7 +268,8 @@ def describe(tree: Any) -> Any:
     if kind in LEAVES:
         return (kind, tree)
     if isinstance(tree, (list, tuple)):
-        return (kind.__name__, *[describe(item) for item in tree])
+        sizes = tuple(tree.batch_sizes.tolist()) if isinstance(tree, PackedSequence) else ()
+        return (kind.__name__, *sizes, *[describe(item) for item in tree])
     if isinstance(tree, dict):
         return ("dict", *[(key, describe(item)) for key, item in tree.items()])
     if kind is slice:
