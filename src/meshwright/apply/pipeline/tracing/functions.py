@@ -109,8 +109,9 @@ def may_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return func is not F.rrelu or bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 
 
-PACKS = frozenset((torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence))  # pyright: ignore
-"""Functions behind packed samples: the second result, sizes or lengths, comes of the arguments behind the first alone."""
+def is_of_packs(func: Callable[..., Any]) -> bool:
+    """Tell whether a function's second result, sizes or lengths, comes of the arguments behind the first one alone."""
+    return getattr(func, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
 
 
 DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})

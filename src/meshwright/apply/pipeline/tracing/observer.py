@@ -16,9 +16,9 @@ from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
     METADATA,
-    PACKS,
     differentiated_by,
     gradient_refusal,
+    is_of_packs,
     shown_name,
     writes_to,
 )
@@ -257,7 +257,7 @@ class ForwardObserver(TorchFunctionMode):
         if home is not None:
             self._used[home] |= names
             self._note_read(func, args, kwargs, result, home)
-        if func in PACKS and not values_in((args[1:], kwargs)):
+        if is_of_packs(func) and not values_in((args[1:], kwargs)):
             result_of_units = result[:1]  # the sizes are every stage's
         else:
             result_of_units = result

@@ -24,8 +24,8 @@ from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
     METADATA,
-    PACKS,
     RANDOM,
+    is_of_packs,
     may_draw,
     refuse_gradient,
     writes_to,
@@ -267,7 +267,7 @@ class StageForward(Bookkeeping):
         values = self._own_values(args, kwargs)
         if not values:
             return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
-        if func in PACKS and not self._own_values(args[1:], kwargs):
+        if is_of_packs(func) and not self._own_values(args[1:], kwargs):
             sizes = func(zeros_like_meta(Meta.of(values[0].any)), *args[1:], **kwargs)[1]
             return self._run(func, args, kwargs, values)[0], sizes  # the sizes are every stage's
         return self._run(func, args, kwargs, values)
