@@ -192,8 +192,8 @@ def _note_plan(model: Any, found: dict[str, Any], gradients: dict[str, Any]) -> 
     if layouts:
         sizes = {name: gradient.numel() for name, gradient in gradients.items() if gradient is not None}
         blocks = {name: size for name, size in sizes.items() if _IN_A_BLOCK.search(name)} or sizes
-        cut = sum(size for name, size in blocks.items() if layouts.get(name, "whole") != "whole")
-        found["cut_of_blocks"] = round(cut / max(1, sum(blocks.values())), 4)
+        found["blocks"] = blocks
+        found["cut"] = [name for name in blocks if layouts.get(name, "whole") != "whole"]
 
 
 def _off(value: Tensor, right: Tensor) -> float:

@@ -68,7 +68,7 @@ def _late(*_: Any) -> None:
     raise _LateError
 
 
-_SHARED = ("draws", "cut_of_blocks", "first_step_s", "first_step_cpu_s", "reasons")
+_SHARED = ("draws", "first_step_s", "first_step_cpu_s", "reasons")
 """What a row takes from the first rank."""
 
 
@@ -77,6 +77,9 @@ def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [rank["error"] for rank in ranks if rank["error"] is not None]
     first = ranks[0]
     shared = {name: first[name] for name in _SHARED if name in first}
+    if "blocks" in first:  # each stage of a pipeline knows what is cut of its own layers
+        cut = {name for rank in ranks for name in rank.get("cut", ())}
+        shared["cut_of_blocks"] = round(sum(map(first["blocks"].get, cut)) / max(1, sum(first["blocks"].values())), 4)
     if "reasons" in shared:
         shared["reasons"] = list(map(without_folders, shared["reasons"]))
     if errors:
