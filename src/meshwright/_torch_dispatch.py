@@ -254,6 +254,16 @@ def _autograd_run() -> int:
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
+@contextlib.contextmanager
+def kept_by_nobody() -> Generator[None]:
+    """Hand no operator to a keeper inside the context, in this thread: what runs there is not the forward's own."""
+    before, _keepers.now = _keepers.now, None
+    try:
+        yield
+    finally:
+        _keepers.now = before
+
+
 class KeptBy:
     """A context that hands the operators of `keep_results` to a function, in this thread. It may be entered again later.
 

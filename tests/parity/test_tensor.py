@@ -240,6 +240,12 @@ def test_recompute_draws_the_same(plan: str, recompute: str) -> None:
         assert (value == plain[1][name]).all(), name
 
 
+def test_an_inspection_is_no_part_of_a_forward_whose_results_are_kept() -> None:
+    plan = "tp=2,sequence_parallel=off"
+    for found in testing.run_ranks(tensor_jobs.train_with_dropout, 2, f"{plan},recompute=selective"):
+        assert all((value == found[name]).all() for name, value in _trained_with_dropout(plan)[0].items())
+
+
 def test_a_plan_says_what_stays_whole() -> None:
     layouts = testing.run_ranks(tensor_jobs.layouts_with, 2, {"layers.0.ffn.up.weight": "whole"})[0]
     assert layouts["layers.0.ffn.up.weight"] == "whole"

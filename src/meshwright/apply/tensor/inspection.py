@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright._torch_dispatch import kept_by_nobody
 from meshwright._torch_private import without_cached_weights, without_dispatch_modes
 from meshwright.apply.differences import relative_difference, tolerance_of
 from meshwright.apply.finding import Finding
@@ -52,9 +53,9 @@ def compare_runs(
     results = []
     # What dropout is not (drop path, noise) draws the same numbers in both runs; those of the step, where they have a place.
     drawn = running_draws() or alike_draws()
-    # A dispatch mode such as selective recompute's would record these calls, and expect them again in backward.
+    # Selective recompute would record these calls, and expect them again in backward; so would a user's dispatch mode.
     modes = NotedDropout(), NotedDropout()
-    with torch.no_grad(), without_dispatch_modes(), _noted():
+    with torch.no_grad(), without_dispatch_modes(), kept_by_nobody(), _noted():
         for run, mode in zip((cut, whole), modes, strict=True):
             with left_as_it_was(module), drawing_again(drawn), insides_put_back(given), without_cached_weights(), mode:
                 outputs = run(map_tensors(given, torch.Tensor.clone))

@@ -178,9 +178,13 @@ class RunningRegion:
         else:
             entered = copy_to_group(tensor, self.group) if tensor.requires_grad else tensor
         self._entered = (tensor, *key, entered)
-        if self.region.drops and slicing is None:
-            self.drawing.apart(tensor.device)
+        self.draw_apart(tensor)
         return entered
+
+    def draw_apart(self, tensor: Tensor) -> None:
+        """Start drawing numbers of this rank's own where the region drops entries, on the device of what it is given."""
+        if self.region.drops and self.slicing is None:
+            self.drawing.apart(tensor.device)
 
     @property
     def slicing(self) -> RunningChain | None:

@@ -25,7 +25,7 @@ from meshwright.comm.functional import (
     scatter_to_group,
 )
 from meshwright.errors import ApplyError
-from meshwright.trees import map_tensors
+from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
@@ -115,6 +115,8 @@ def _sum_forward(original: Forward, running: RunningRegion) -> Forward:
             return running.enter(tensor) if enters else tensor
 
         args, kwargs = map_tensors((args, kwargs), enter)
+        if (first := next(tensors_in((args, kwargs)), None)) is not None:
+            running.draw_apart(first)  # also where nothing enters, without gradients
         position = iter(range(2**31))
         # One rank's term includes them. It multiplies by one, so that all ranks have the same graph: where gradients are sent
         # in backward (ZeRO-2 and 3), the ranks must reach their exchanges in the same order.

@@ -44,8 +44,10 @@ PAIR = Region(
 )
 
 
-def experiment_of(module: nn.Module, shape: tuple[int, ...] = (2, 4, WIDTH), num_parts: int = 2) -> Experiment:
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+def experiment_of(
+    module: nn.Module, shape: tuple[int, ...] = (2, 4, WIDTH), num_parts: int = 2, *, requires_grad: bool = True
+) -> Experiment:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad)
     return Experiment(module.double(), Call(args=(x,), kwargs={}), num_parts)
 
 

@@ -355,6 +355,17 @@ def test_masks_on_what_every_rank_has_are_refused_where_ranks_draw_apart() -> No
     assert types_of(lambda _, h: F.dropout(h, 0.5), PAIR.replace(drops=True)).refusals == []
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_sum_that_drops_draws_apart_without_gradients_too(requires_grad: bool) -> None:
+    class Dropping(Scope):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(F.relu(x @ self.w), 0.5) @ self.v
+
+    experiment = experiment_of(Dropping(lambda _, y: y), requires_grad=requires_grad)
+    region = experiment.prove(SUM.replace(drops=True))
+    assert experiment.check_types(TensorLayout(regions=(region,))).refusals == []
+
+
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
