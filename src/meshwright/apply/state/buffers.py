@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright._torch_private import WrapperTensor
+from meshwright._torch_private import WrapperTensor, without_dispatch_modes, without_function_modes
 from meshwright.trees import write_back
 
 __all__: list[str] = []
@@ -43,18 +44,19 @@ def holds_values(tensor: torch.Tensor) -> bool:
     )
 
 
-def buffer_digests(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, str]]:
-    """Yield (FQN, buffer, whether it is of one of torch's norms, digest of its values) of each dense buffer with values here."""
-    for path, owner in module.named_modules():
-        is_norm = isinstance(owner, _NORMS)
-        for name, buffer in owner._buffers.items():
-            if buffer is None or isinstance(buffer, WrapperTensor) or not holds_values(buffer):
-                continue
-            if buffer.layout != torch.strided:
-                continue
-            held = buffer.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-            digest = hashlib.blake2b(held, digest_size=8).hexdigest()  # pyright: ignore[reportArgumentType]
-            yield f"{path}.{name}" if path else name, buffer, is_norm, digest
+def buffer_digests(module: nn.Module) -> list[tuple[str, torch.Tensor, bool, str]]:
+    """Return (FQN, buffer, whether it is of one of torch's norms, digest of its values) of each dense buffer with values here."""
+    found: list[tuple[str, torch.Tensor, bool, str]] = []
+    with without_function_modes(), without_dispatch_modes():  # what is read here is not the model's
+        for path, owner in module.named_modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is None or isinstance(buffer, WrapperTensor) or not holds_values(buffer):
+                    continue
+                if buffer.layout == torch.strided:
+                    held: Any = buffer.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+                    digest = hashlib.blake2b(held, digest_size=8).hexdigest()
+                    found.append((f"{path}.{name}" if path else name, buffer, isinstance(owner, _NORMS), digest))
+    return found
 
 
 class BufferSnapshot:
