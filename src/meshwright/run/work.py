@@ -126,8 +126,8 @@ class LossWork:
             norm = self._engine.gradient_norm()
             return self.sums(terms), norm
         sums = self.sums(terms)
-        self._terms.buffer_calls.end_step()
         self._engine.finish_gradients(sums.gradient_scale)
+        self._terms.buffer_calls.end_step()  # a rank without samples sends its part of the gradients only now
         return sums, self._engine.gradient_norm()
 
     def sums(self, terms: Sequence[LossTerm]) -> Sums:
