@@ -1,0 +1,50 @@
+"""Parameters that no layer can be cut by: kept in parts, and put together by the module that computes with them (ADR 0035)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+from meshwright.apply.tensor.search.trace import Trace
+from meshwright.apply.tensor.tensor_layout import Cut, Region, is_inside
+
+__all__: list[str] = []
+
+MAX_FUNCTIONS = 1000
+"""Functions that a module may run whose parameters are kept in parts: larger ones are not small enough to prove [count]."""
+
+
+def stored_regions(trace: Trace, keys: Collection[int], num_tp_ranks: int) -> list[tuple[Region, set[int]]]:
+    """Return regions that keep parameters in parts, one for each module that computes with some, and their keys; large ones first.
+
+    Args:
+        trace: The trace.
+        keys: Parameters that are not cut, nor part of anything that is.
+        num_tp_ranks: Ranks, that each keep an equal part [count].
+    """
+    found: dict[str, dict[int, Cut]] = {}
+    for key in keys:
+        scope, cut = _user_of(trace, key), _cut_of(tuple(trace.parameters[key].shape), num_tp_ranks)
+        if scope and cut is not None and trace.work_of(scope) <= MAX_FUNCTIONS:
+            found.setdefault(scope, {})[key] = cut
+    regions: list[tuple[Region, set[int]]] = []
+    for scope, cuts in found.items():
+        names = {name: cut for key, cut in cuts.items() for name in trace.names[key]}
+        regions.append((Region(scope=scope, num_units=num_tp_ranks, cuts=names, roles={scope: "stored"}), set(cuts)))
+    return sorted(regions, key=lambda pair: -sum(trace.parameters[key].numel() for key in pair[1]))
+
+
+def _user_of(trace: Trace, key: int) -> str:
+    """Return the innermost module that holds a parameter and was running whenever code used it; "" is the model, or nothing."""
+    paths = list(trace.uses.get(key, ()))
+    common = [same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*paths, strict=False))]
+    holders = [path for path in common if all(is_inside(name, path) for name in trace.names[key])]
+    return holders[-1] if holders else ""
+
+
+def _cut_of(shape: tuple[int, ...], num_tp_ranks: int) -> Cut | None:
+    """Return the cut of a matrix along the first dim that the ranks divide; None for vectors, and where they divide none."""
+    if sum(size > 1 for size in shape) < 2:
+        return None
+    dim = next((dim for dim, size in enumerate(shape) if size and size % num_tp_ranks == 0), None)
+    return None if dim is None else Cut(dim=dim, groups=(shape[dim],), kind="stored")
