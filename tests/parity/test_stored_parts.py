@@ -1,4 +1,4 @@
-"""Weights that are kept in parts and put together for each use: one process's numbers, with dropout and batches of other sizes."""
+"""Weights kept in parts and put together for each use: one process's numbers, with dropout and batches of other sizes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _held(module: nn.Module, name: str) -> Any:
 
 def _is_same(value: Tensor, before: Tensor) -> bool:
     with torch.no_grad(), without_function_modes():
-        return bool(((value == before) | (before != before)).all())  # NaN differs from itself
+        return bool(((value == before) | before.isnan()).all())
 
 
 def _refuse_write(name: str) -> None:

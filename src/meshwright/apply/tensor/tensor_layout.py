@@ -60,7 +60,7 @@ class Cut(Value):
     dim: int
     groups: tuple[int, ...]
     kind: Literal["column", "row", "vocabulary", "stored"] = "column"
-    """Whether `dim` is that of a layer's results, the one that it sums over, that of tokens, or any: nobody computes with a part."""
+    """Whether `dim` is that of a layer's results, the one that it sums over, that of tokens, or any of a tensor's."""
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -43,7 +43,7 @@ def test_many_small_layers_are_cut_until_little_is_whole() -> None:
     layout = _layout(model, torch.randn(2, 3, 8, dtype=torch.float64))
     assert _share_whole(model, layout) <= WHOLE_SHARE
     assert sum(name.endswith(".wide.weight") for name in layout.cuts) == 40  # the largest first
-    assert 0 < sum(name.endswith(".layer.weight") for name in layout.whole)  # and no more than that
+    assert any(name.endswith(".layer.weight") for name in layout.whole)  # and no more than that
 
 
 def test_a_large_head_does_not_hide_small_layers() -> None:

@@ -1,4 +1,4 @@
-"""What stays whole beside pairs and large layers: where it is much, small layers are cut, too, the largest first (ADR 0035)."""
+"""Remainder beside pairs and large layers: where it is much, small layers are cut, too, the largest first (ADR 0035)."""
 
 from __future__ import annotations
 

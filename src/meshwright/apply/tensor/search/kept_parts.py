@@ -11,11 +11,11 @@ from meshwright.apply.tensor.tensor_layout import Cut, Region, is_inside
 __all__: list[str] = []
 
 MAX_FUNCTIONS = 1000
-"""Functions that a module may run whose parameters are kept in parts: larger ones are not small enough to prove [count]."""
+"""Functions of a module whose parameters may be kept in parts: a proof runs all of it [count]."""
 
 
 def stored_regions(trace: Trace, keys: Collection[int], num_tp_ranks: int) -> list[tuple[Region, set[int]]]:
-    """Return regions that keep parameters in parts, one for each module that computes with some, and their keys; large ones first.
+    """Return regions that keep parameters in parts, one for each module that computes with some, and their keys; large first.
 
     Args:
         trace: The trace.
@@ -35,7 +35,7 @@ def stored_regions(trace: Trace, keys: Collection[int], num_tp_ranks: int) -> li
 
 
 def _user_of(trace: Trace, key: int) -> str:
-    """Return the innermost module that holds a parameter and was running whenever code used it; "" is the model, or nothing."""
+    """Return the innermost module that holds a parameter and was running at each use of it; "" is the model, or nothing."""
     paths = list(trace.uses.get(key, ()))
     common = [same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*paths, strict=False))]
     holders = [path for path in common if all(is_inside(name, path) for name in trace.names[key])]
