@@ -18,7 +18,7 @@ def _loss(outputs: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(name: str, line: str, num_steps: int = 3) -> Trained:
-    """Return losses, parameters, layouts and the reasons of the plan, after steps on batches of other sizes."""
+    """Return losses of steps and evaluations on batches of other sizes, parameters, layouts and the reasons of the plan."""
     model = mw.apply_plan(
         functools.partial(stored_models.build, name),
         line,
@@ -27,7 +27,11 @@ def train(name: str, line: str, num_steps: int = 3) -> Trained:
         seed=3,
         sentinel_every=1,
     )
-    losses = [model.step(mw.split_batch(stored_models.batch(step), model)).loss for step in range(num_steps)]
+    losses: list[float] = []
+    for step in range(num_steps):
+        losses.append(model.step(mw.split_batch(stored_models.batch(step), model)).loss)
+        with torch.inference_mode():
+            losses.append(model.evaluate(mw.split_batch(stored_models.batch(step + 1), model))["loss"])
     reasons, layouts = [str(reason) for reason in model.plan.reasons], dict(model.plan.layouts)
     with model.whole_parameters():
         values = {key: value.detach().clone() for key, value in model.module.named_parameters()}

@@ -41,13 +41,13 @@ def stored_forward(original: Callable[..., Any], running: RunningRegion) -> Call
                 values[name] = gather_parameter(part, layouts, running.group)
             # Writes through `.data` are not counted; who makes them makes them in the first call, too.
             before = None if id(self) in seen else {name: value.detach().clone() for name, value in values.items()}
-        versions = {name: value._version for name, value in values.items()}
+        versions = {name: _version(value) for name, value in values.items()}
         parts = {id(self.get_parameter(name)): value for name, value in values.items()}
         with replaced_tensors(self, values), _replaced_in_lists(self, parts):
             outputs = original(self, *args, **kwargs)
             held = {name: _held(self, name) for name in values}
         for name, value in values.items():
-            is_written = held[name] is not value or value._version != versions[name]
+            is_written = held[name] is not value or _version(value) != versions[name]
             if is_written or (before is not None and not _is_same(value, before[name])):
                 _refuse_write(".".join(path for path in (running.region.scope, name) if path))
         seen.add(id(self))
@@ -59,6 +59,10 @@ def stored_forward(original: Callable[..., Any], running: RunningRegion) -> Call
 def _held(module: nn.Module, name: str) -> Any:
     path, _, own = name.rpartition(".")
     return module.get_submodule(path)._parameters.get(own)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_same(value: Tensor, before: Tensor) -> bool:

@@ -81,6 +81,26 @@ def test_what_no_layer_can_be_cut_by_is_kept_in_parts(name: str) -> None:
     assert any(cut.kind == "stored" for _, cut in layout.cuts.values())
 
 
+class Stepwise(nn.Module):
+    """A cell that is called for each token: its weights are put together once, by the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, given = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            state = self.cell(token, state)
+            given.append(state)
+        return torch.stack(given, 1)
+
+
+def test_a_module_that_is_called_for_each_token_does_not_put_weights_together_each_time() -> None:
+    layout = _layout(nn.Sequential(Stepwise()), torch.randn(2, 5, 16).double())
+    assert layout.cuts["0.cell.weight_hh"][0].scope == "0"
+
+
 def test_parts_lie_along_a_dim_that_the_ranks_divide() -> None:
     layout = _layout(nn.Sequential(Small()), torch.randn(2, 3, 32).double(), 4)
     assert layout.cuts["0.weight"][1] == Cut(dim=0, groups=(32,), kind="stored")

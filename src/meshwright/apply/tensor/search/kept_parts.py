@@ -13,6 +13,9 @@ __all__: list[str] = []
 MAX_FUNCTIONS = 1000
 """Functions of a module whose parameters may be kept in parts: a proof runs all of it [count]."""
 
+MOST_CALLS = 2
+"""Calls of such a module in one forward, each of which keeps a whole weight until backward [count]."""
+
 
 def stored_regions(trace: Trace, keys: Collection[int], num_tp_ranks: int) -> list[tuple[Region, set[int]]]:
     """Return regions that keep parameters in parts, one for each module that computes with some, and their keys; large first.
@@ -35,11 +38,13 @@ def stored_regions(trace: Trace, keys: Collection[int], num_tp_ranks: int) -> li
 
 
 def _user_of(trace: Trace, key: int) -> str:
-    """Return the innermost module that holds a parameter and was running at each use of it; "" is the model, or nothing."""
+    """Return the innermost module that holds a parameter and was running at each use of it, called once or twice; else ""."""
     paths = list(trace.uses.get(key, ()))
     common = [same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*paths, strict=False))]
-    holders = [path for path in common if all(is_inside(name, path) for name in trace.names[key])]
-    return holders[-1] if holders else ""
+    for path in reversed(common):
+        if trace.num_calls[path] <= MOST_CALLS and all(is_inside(name, path) for name in trace.names[key]):
+            return path  # "" for the model itself
+    return ""
 
 
 def _cut_of(shape: tuple[int, ...], num_tp_ranks: int) -> Cut | None:
