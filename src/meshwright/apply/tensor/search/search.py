@@ -153,7 +153,7 @@ class Search:
             key = -embedding
             if embedding > 0 or key in self._taken or not self._is_large(key):
                 continue
-            if not are_sides and self._is_side(looked_up[0]):
+            if self._is_side(looked_up[0]) != are_sides:
                 continue
             calls = [*looked_up, *self._trace.products.get(key, ())]
             if self._trace.other_uses.get(key) or not all(self._trace.is_layer(call) for call in calls):
