@@ -132,3 +132,13 @@ def test_a_table_beside_a_pair_that_fails_is_cut_by_itself() -> None:
     torch.manual_seed(0)
     layout = _layout(nn.Sequential(Looks()), torch.randn(2, 5, 16).double())
     assert layout.cuts["0.places.weight"][1].kind == "vocabulary"
+
+
+def test_what_a_plan_wishes_to_be_whole_does_not_count() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(8)]
+    model, x = nn.Sequential(*blocks, Small()).double(), torch.randn(2, 3, 32).double()
+    wishes = {f"{index}.{layer}.weight": "whole" for index in range(4) for layer in (0, 2)}
+    layout = Search(model, 2, lambda copy: copy(x), wishes).layout()
+    assert "8.weight" in layout.whole
+    assert layout.whole["0.0.weight"] == "the plan says so"

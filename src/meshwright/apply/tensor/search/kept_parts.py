@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 
 from meshwright.apply.tensor.search.trace import Trace
-from meshwright.apply.tensor.tensor_layout import Cut, Region, is_inside
+from meshwright.apply.tensor.tensor_layout import Cut, Region, TensorLayout, is_inside
 
 __all__: list[str] = []
 
@@ -17,19 +17,25 @@ MOST_CALLS = 2
 """Calls of such a module in one forward, each of which keeps a whole weight until backward [count]."""
 
 
-def stored_regions(trace: Trace, keys: Collection[int], num_tp_ranks: int) -> list[tuple[Region, set[int]]]:
+def stored_regions(
+    trace: Trace, keys: Collection[int], layout: TensorLayout, num_tp_ranks: int
+) -> list[tuple[Region, set[int]]]:
     """Return regions that keep parameters in parts, one for each module that computes with some, and their keys; large first.
 
     Args:
         trace: The trace.
         keys: Parameters that are not cut, nor part of anything that is.
+        layout: What is cut. In layers on slices gradients of whole tensors are terms of a sum, and nothing is kept in parts.
         num_tp_ranks: Ranks, that each keep an equal part [count].
     """
+    layers = [layer for chain in layout.chains for layer in chain.layers]
+    around = {region.scope for region in layout.regions if not region.is_apart}
     found: dict[str, dict[int, Cut]] = {}
     for key in keys:
-        scope, cut = _user_of(trace, key), _cut_of(tuple(trace.parameters[key].shape), num_tp_ranks)
-        if scope and cut is not None and trace.work_of(scope) <= MAX_FUNCTIONS:
-            found.setdefault(scope, {})[key] = cut
+        scope, own = _user_of(trace, key), _cut_of(tuple(trace.parameters[key].shape), num_tp_ranks)
+        is_near = scope in around or any(is_inside(scope, layer) or is_inside(layer, scope) for layer in layers)
+        if scope and own is not None and not is_near and trace.work_of(scope) <= MAX_FUNCTIONS:
+            found.setdefault(scope, {})[key] = own
     regions: list[tuple[Region, set[int]]] = []
     for scope, cuts in found.items():
         names = {name: cut for key, cut in cuts.items() for name in trace.names[key]}

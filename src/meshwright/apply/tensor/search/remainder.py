@@ -20,13 +20,14 @@ class Remainder:
     Args:
         trace: The trace.
         regions: What is cut; other code adds to it.
+        left: Keys of parameters that shall stay whole.
     """
 
-    def __init__(self, trace: Trace, regions: Sequence[Region]) -> None:
+    def __init__(self, trace: Trace, regions: Sequence[Region], left: Iterable[int]) -> None:
         self._trace = trace
         self._regions = regions
         heads = {key for key in trace.products if key > 0 and feeds_only_the_output(key, trace)}
-        apart = heads.union(*(trace.met.get(key, ()) for key in heads))
+        apart = heads.union(left, *(trace.met.get(key, ()) for key in heads))
         layers = [key for key in trace.parameters if key not in apart and -key not in trace.products]
         self._groups = [set(layers), {key for key in layers if _is_in_a_list(trace.names[key][0])}]
         self._known: tuple[int, list[set[int]]] | None = None  # by how many regions there are

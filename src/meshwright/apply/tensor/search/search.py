@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,9 +107,11 @@ class Search:
         self._proving.forget()
         chains: tuple[Chain, ...] = ()
         if on_slices:
-            chains, self._regions = find_chains(
+            chains, self._regions[:] = find_chains(
                 self._trace, self._regions, self.num_tp_ranks, self._drawn, self._proving
             )
+        self._keep_in_parts(chains)
+        self._proving.forget()
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole(), alone=self._alone())
         proven = ProvenCalls(self._trace, self._proving, self.num_tp_ranks, self._drawn)
         return layout.replace(
@@ -269,11 +271,18 @@ class Search:
         for key in dict.fromkeys(chosen):
             if key in wished or self._is_large(key):
                 self._cut_alone(key)
-        rest = Remainder(trace, self._regions)
-        for key in rest.by_size():
+        for key in self._remainder().by_size():
             self._cut_alone(key)
+
+    def _remainder(self) -> Remainder:
+        return Remainder(self._trace, self._regions, self._by_wish("whole"))
+
+    def _keep_in_parts(self, chains: Sequence[Chain]) -> None:
+        """Keep weights in parts that no layer is cut by, while much is whole."""
+        rest = self._remainder()
         free = [key for key in rest.by_size() if key in self._failed or key not in self._taken]
-        for region, keys in stored_regions(trace, free, self.num_tp_ranks):
+        layout = TensorLayout(regions=tuple(self._regions), chains=tuple(chains))
+        for region, keys in stored_regions(self._trace, free, layout, self.num_tp_ranks):
             if rest.is_much(keys):
                 self._try(region.scope, [region], keys, "stored", may_retry=keys)
 

@@ -52,9 +52,7 @@ def find_chains(
             break
         is_within = any(is_inside(layer, outer) for layer in layers for outer in in_slices)
         # Layers cut one by one give whole results: slices around them would be put together and taken apart again.
-        if is_within or not all(
-            any(not (own.is_apart or own.is_stored) for own in regions_inside(layer, found)) for layer in layers
-        ):
+        if is_within or not all(any(not own.is_apart for own in regions_inside(layer, found)) for layer in layers):
             continue
         chain, changed = _try_run(trace, layers, found, num_tp_ranks, drawn, proving=proving)
         if chain is not None:
