@@ -78,8 +78,10 @@ def judge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     first = ranks[0]
     shared = {name: first[name] for name in _SHARED if name in first}
     if "blocks" in first:  # each stage of a pipeline knows what is cut of its own layers
-        cut = {name for rank in ranks for name in rank.get("cut", ())}
-        shared["cut_of_blocks"] = round(sum(map(first["blocks"].get, cut)) / max(1, sum(first["blocks"].values())), 4)
+        for kind in ("cut", "stored"):
+            names = {name for rank in ranks for name in rank.get(kind, ())}
+            total = max(1, sum(first["blocks"].values()))
+            shared[f"{kind}_of_blocks"] = round(sum(map(first["blocks"].get, names)) / total, 4)
     if "reasons" in shared:
         shared["reasons"] = list(map(without_folders, shared["reasons"]))
     if errors:

@@ -87,8 +87,8 @@ SAME_BLOCKS = ("hf_llama_own_loss", "hf_llama_tied", "hf_bert_classifier")
 BLOCKS = [name for name in cases.HUGGING_FACE if name not in SAME_BLOCKS][:: 1 if FULL_GRID else 2]
 """Models of whose blocks nearly all is cut; `benchmarks/any_model` has the others."""
 
-UNCUT = ("tiny", "recurrent")
-"""Scalars and vectors; a recurrence, whose every step needs all that the one before gave. Refused, see below."""
+UNCUT = ("tiny",)
+"""Scalars and vectors. Refused, see below."""
 
 
 def _fits(name: str, plan: tuple[str, int]) -> bool:

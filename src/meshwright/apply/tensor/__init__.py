@@ -9,6 +9,7 @@ guards/            conditions of a proof, checked at each call
 tensor_layout      the layout, as a value
 cutting            a layout applied to a module, and undone
 roles              collectives at a region's edges
+stored             parameters kept in parts, and put together for each call
 placement          the ranks' shards compared with the parameter that was cut
 part               ways to run a call of a part
 region_state       a rank's state while a cut model runs

@@ -185,7 +185,7 @@ class Cutting:
         takes_whole = set() if chain is None else {id(self.module.get_submodule(n)) for n in chain.chain.whole_inputs}
         roles = {id(child := self.module.get_submodule(name)): (child, role) for name, role in region.roles.items()}
         for child, role in roles.values():
-            if role in ("row", "sum", "vocabulary"):  # these roles change attributes while the module runs
+            if role in ("row", "sum", "vocabulary", "stored"):  # these roles change attributes while the module runs
                 self._change(
                     child, "__class__", with_repeated_forward(child, functools.partial(_repeated, role, running))
                 )
@@ -204,7 +204,7 @@ class Cutting:
             self._exchange(entry, entry_forward(entry, running), running)
 
     def _part(self, name: str, layout: TensorLayout, template: nn.Module | None) -> Part:
-        make = self._make_guard
+        make = None if layout.is_stored else self._make_guard
         chain = next((chain for chain in self._chains if name in chain.chain.layers and layout.chains), None)
         running = [
             running

@@ -25,6 +25,11 @@ def reasons_of(layout: TensorLayout, sizes: Mapping[str, int], num_ranks: int, p
     lines = [f"tp={num_ranks} cuts {cut / total:.1%} of {total} parameters, in {len(layout.regions)} regions"]
     if on_slices:
         lines.append(f"{on_slices} layers run on slices of the sequence between their regions")
+    stored = [name for name, (region, _) in cuts.items() if region.is_stored and name in sizes]
+    if stored:
+        share = sum(sizes[name] for name in stored) / total
+        shown = ", ".join(stored[:4]) + (f" and {len(stored) - 4} more" if len(stored) > 4 else "")
+        lines.append(f"kept in parts, and put together for each use, {share:.1%} of the parameters: {shown}")
     for what, held in (("whole", layout.whole), ("cut layer by layer, with an exchange each", layout.alone)):
         by_reason: dict[str, list[str]] = {}
         for name, reason in held.items():

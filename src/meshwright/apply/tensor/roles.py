@@ -18,6 +18,7 @@ from meshwright.apply.tensor.attention import attention_forward
 from meshwright.apply.tensor.region_state import RunningRegion
 from meshwright.apply.tensor.sizes import Resizing
 from meshwright.apply.tensor.slices import Slices, make_whole
+from meshwright.apply.tensor.stored import stored_forward
 from meshwright.apply.tensor.whole import replaced_tensors
 from meshwright.comm.functional import (
     all_gather_along,
@@ -58,6 +59,8 @@ def role_forward(role: str, module: nn.Module, running: RunningRegion, *, takes_
         return _sum_forward(original, running)
     if role == "vocabulary":
         return _vocabulary_forward(original, running)
+    if role == "stored":
+        return stored_forward(original, running)
     if role in ("inner", "channels"):
         return _inner_forward(original, running, -1 if role == "inner" else 1)
     return _column_forward(original, running, role, is_whole=takes_whole)

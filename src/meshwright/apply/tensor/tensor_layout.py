@@ -35,7 +35,7 @@ def layer_of(name: str) -> str:
     return layer if found else owner
 
 
-Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner", "channels"]
+Role = Literal["column", "gathered", "row", "sum", "vocabulary", "head", "attention", "inner", "channels", "stored"]
 """What a module of a region does at its edge, beside computing with its shards:
 
 column      takes a whole tensor; backward adds the ranks' gradients of it
@@ -47,6 +47,7 @@ head        a column whose result stays in slices until somebody wants all of it
 attention   torch's nn.MultiheadAttention with some of its heads
 inner       inside a region, takes all of what lies in slices along the last dim, and gives a slice: a norm over all heads
 channels    the same along dim 1: a norm over the channels of an image
+stored      computes as on one device, with parameters that are kept in parts and put together for each call
 """
 
 
@@ -58,8 +59,8 @@ class Cut(Value):
 
     dim: int
     groups: tuple[int, ...]
-    kind: Literal["column", "row", "vocabulary"] = "column"
-    """Whether `dim` is that of a layer's results, the one that it sums over, or that of tokens."""
+    kind: Literal["column", "row", "vocabulary", "stored"] = "column"
+    """Whether `dim` is that of a layer's results, the one that it sums over, that of tokens, or any of a tensor's."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -120,6 +121,11 @@ class Region(Value):
     def is_apart(self) -> bool:
         """Whether each of its modules has its own proof: it takes and returns whole tensors, or `Slices`."""
         return set(self.roles.values()) <= {"vocabulary", "head", "gathered"}
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its module computes as on one device, for every call: nothing but memory is shared."""
+        return set(self.roles.values()) == {"stored"}
 
     def by_module(self) -> list[tuple[str, Region]]:
         """Return (name, region) for each module with a role, with the cuts of that module's own tensors."""
@@ -255,6 +261,11 @@ class TensorLayout(Value):
     def cuts(self) -> dict[str, tuple[Region, Cut]]:
         """FQN -> (region, cut) of every cut tensor."""
         return {name: (region, cut) for region in self.regions for name, cut in region.cuts.items()}
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether nothing but memory is shared, so that it is right for every call."""
+        return not self.chains and all(region.is_stored for region in self.regions)
 
     @property
     def resizes(self) -> bool:

@@ -12,7 +12,7 @@ from meshwright.errors import ApplyError, did_you_mean
 
 __all__: list[str] = []
 
-WISHES = ("whole", "column", "row", "vocabulary")
+WISHES = ("whole", "column", "row", "vocabulary", "stored")
 """What a plan's `layouts` may say of a parameter."""
 
 

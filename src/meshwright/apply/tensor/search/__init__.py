@@ -12,6 +12,8 @@ other_sizes ways that failed in a scope of the same code and other sizes
 fewer_rows  calls with fewer rows, on which most wrong regions fail
 narrowing   torch's own layers with fewer rows, for proofs of a vocabulary
 other_layers  layers whose weight no product takes as it is
+remainder   how much stays whole, and which small layers come next
+kept_parts  weights that no layer can be cut by
 passed_on   results that a scope passes on to scopes that are the same
 failed_work  how many functions failed proofs may run
 deadline    when a search ends with an error, since other ranks wait

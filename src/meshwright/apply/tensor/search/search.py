@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from meshwright.apply.tensor.proof.scope_values import LastDrawn
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
 from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
+from meshwright.apply.tensor.search.kept_parts import stored_regions
 from meshwright.apply.tensor.search.other_layers import layer_by_its_outputs
 from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, meets_whole, pair_of
 from meshwright.apply.tensor.search.proven_calls import ProvenCalls
 from meshwright.apply.tensor.search.regions import Proving
+from meshwright.apply.tensor.search.remainder import Remainder
 from meshwright.apply.tensor.search.sequences import find_chains
 from meshwright.apply.tensor.search.trace import Product, Trace
 from meshwright.apply.tensor.tensor_layout import Chain, Cut, Region, Role, TensorLayout
@@ -100,18 +102,24 @@ class Search:
         self._attention()
         self._vocabularies()
         self._pairs()
+        self._vocabularies(are_sides=True)
         self._lone_layers()
-        self._other_layers()
         self._proving.forget()
         chains: tuple[Chain, ...] = ()
         if on_slices:
-            chains, self._regions = find_chains(
+            chains, self._regions[:] = find_chains(
                 self._trace, self._regions, self.num_tp_ranks, self._drawn, self._proving
             )
+        self._keep_in_parts(chains)
+        self._proving.forget()
         layout = TensorLayout(regions=tuple(self._regions), chains=chains, whole=self._whole(), alone=self._alone())
         proven = ProvenCalls(self._trace, self._proving, self.num_tp_ranks, self._drawn)
         return layout.replace(
-            proven={name: proven.of(name, resizes=part.resizes) for name, part in layout.parts().items()}
+            proven={
+                name: proven.of(name, resizes=part.resizes)
+                for name, part in layout.parts().items()
+                if not part.is_stored
+            }
         )
 
     def _by_wish(self, wish: str) -> list[int]:
@@ -138,11 +146,16 @@ class Search:
                 if not keys & self._taken:
                     self._try(name, [region], keys, "attention")
 
-    def _vocabularies(self) -> None:
-        """Cut embeddings by their tokens, and with them the heads that share their weight."""
+    def _vocabularies(self, *, are_sides: bool = False) -> None:
+        """Cut embeddings by their tokens, and with them the heads that share their weight.
+
+        Those that are looked up beside a pair come after the pairs: what no pair has cut stands alone.
+        """
         for embedding, looked_up in self._trace.products.items():
             key = -embedding
-            if embedding > 0 or key in self._taken or not self._is_large(key) or self._is_side(looked_up[0]):
+            if embedding > 0 or key in self._taken or not self._is_large(key):
+                continue
+            if self._is_side(looked_up[0]) != are_sides:
                 continue
             calls = [*looked_up, *self._trace.products.get(key, ())]
             if self._trace.other_uses.get(key) or not all(self._trace.is_layer(call) for call in calls):
@@ -249,16 +262,41 @@ class Search:
         return "row" not in wishes and "column" not in row
 
     def _lone_layers(self) -> None:
-        """Cut layers that are in no pair, and those of pairs that could not be cut: each with exchanges of its own."""
-        wished = set(self._by_wish("column"))
-        for key, calls in self._trace.products.items():
-            is_free = (
-                key > 0 and (key in self._failed or key not in self._taken) and not self._trace.other_uses.get(key)
-            )
-            if not is_free or not (key in wished or self._is_large(key)):
-                continue
-            if all(self._trace.is_layer(call) for call in calls):
+        """Cut layers that are in no pair, and those of pairs that could not be cut: each with exchanges of its own.
+
+        Large ones, and while much is whole small ones, too (ADR 0035).
+        """
+        trace, wished = self._trace, set(self._by_wish("column"))
+        chosen = [key for key in (*trace.products, *trace.parameters) if key > 0]
+        for key in dict.fromkeys(chosen):
+            if key in wished or self._is_large(key):
+                self._cut_alone(key)
+        for key in self._remainder().by_size():
+            self._cut_alone(key)
+
+    def _remainder(self) -> Remainder:
+        return Remainder(self._trace, self._regions, self._by_wish("whole"))
+
+    def _keep_in_parts(self, chains: Sequence[Chain]) -> None:
+        """Keep weights in parts that no layer is cut by, while much is whole."""
+        rest = self._remainder()
+        free = [key for key in rest.by_size() if key in self._failed or key not in self._taken]
+        layout = TensorLayout(regions=tuple(self._regions), chains=tuple(chains))
+        for region, keys in stored_regions(self._trace, free, layout, self.num_tp_ranks):
+            if rest.is_much(keys):
+                self._try(region.scope, [region], keys, "stored", may_retry=keys)
+
+    def _cut_alone(self, key: int) -> None:
+        """Cut a layer by itself, where its weight is free: the weight of a product, or one that is used in another way."""
+        calls = self._trace.products.get(key)
+        if calls is not None:
+            is_free = key in self._failed or key not in self._taken
+            if is_free and not self._trace.other_uses.get(key) and all(map(self._trace.is_layer, calls)):
                 self._cut_layer(key, calls)
+        elif key not in self._taken and -key not in self._trace.products and self._trace.parameters[key].dim() > 1:
+            region = layer_by_its_outputs(self._trace, key, self.num_tp_ranks)
+            if region is not None:
+                self._try(region.scope, [region], {key}, "other layer")
 
     def _cut_layer(self, key: int, calls: list[Product]) -> None:
         call, width = calls[0], self._trace.parameters[key].shape[calls[0].out_dim]
@@ -279,17 +317,6 @@ class Search:
         scope = self._trace.owner(call)
         region = Region(scope=scope, num_units=width, cuts=cuts, roles=roles)
         self._try(scope, [dict(region.by_module())[scope]], {key}, "layer", accept=region)
-
-    def _other_layers(self) -> None:
-        """Cut layers that use their weight in another way than as a product: in groups of channels, or normalised first."""
-        wished = set(self._by_wish("column"))
-        for key, parameter in self._trace.parameters.items():
-            is_free = key not in self._taken and key not in self._trace.products and -key not in self._trace.products
-            if not is_free or parameter.dim() < 2 or not (key in wished or self._is_large(key)):
-                continue
-            region = layer_by_its_outputs(self._trace, key, self.num_tp_ranks)
-            if region is not None:
-                self._try(region.scope, [region], {key}, "other layer")
 
     # -- proving ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ __all__: list[str] = []
 _INNER: dict[Role, int] = {"inner": -1, "channels": 1}
 """Roles whose modules take and give slices -> the dim in which they lie."""
 
-_CLOSED: tuple[Role, ...] = ("attention", "vocabulary", *_INNER)
+_CLOSED: tuple[Role, ...] = ("attention", "vocabulary", "stored", *_INNER)
 """Roles whose modules run code of ours: what they take and give is known, what is inside is not followed."""
 
 _EXCHANGES: dict[str, tuple[str, str]] = {

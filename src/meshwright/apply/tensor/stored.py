@@ -1,0 +1,95 @@
+"""Forward of a module whose parameters are kept in parts: put together for each call, with which it computes as on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright._torch_private import without_function_modes
+from meshwright.apply.tensor.region_state import RunningRegion
+from meshwright.apply.tensor.whole import gather_parameter, replaced_tensors
+from meshwright.errors import ApplyError
+
+__all__: list[str] = []
+
+
+def stored_forward(original: Callable[..., Any], running: RunningRegion) -> Callable[..., Any]:
+    """Return a forward that gathers the region's parameters, and keeps this rank's part of their gradients.
+
+    Every rank computes the same, so that no gradient has to be added up.
+
+    Args:
+        original: The forward of the module's class.
+        running: The region, whose scope the module is.
+    """
+    own = running.region.below(running.region.scope)
+    ranks = range(running.group.size)
+    seen: set[int] = set()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        values: dict[str, Tensor] = {}
+        with without_function_modes():
+            for name, cut in own.cuts.items():
+                part = self.get_parameter(name)
+                shape = list(part.shape)
+                shape[cut.dim] = sum(cut.groups)
+                layouts = [cut.layout(tuple(shape), own.num_units, len(ranks), rank) for rank in ranks]
+                values[name] = gather_parameter(part, layouts, running.group)
+            # Writes through `.data` are not counted; who makes them makes them in the first call, too.
+            before = None if id(self) in seen else {name: value.detach().clone() for name, value in values.items()}
+        versions = {name: _version(value) for name, value in values.items()}
+        parts = {id(self.get_parameter(name)): value for name, value in values.items()}
+        with replaced_tensors(self, values), _replaced_in_lists(self, parts):
+            outputs = original(self, *args, **kwargs)
+            held = {name: _held(self, name) for name in values}
+        for name, value in values.items():
+            is_written = held[name] is not value or _version(value) != versions[name]
+            if is_written or (before is not None and not _is_same(value, before[name])):
+                _refuse_write(".".join(path for path in (running.region.scope, name) if path))
+        seen.add(id(self))
+        return outputs
+
+    return forward
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path)._parameters.get(own)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_same(value: Tensor, before: Tensor) -> bool:
+    with torch.no_grad(), without_function_modes():
+        return bool(((value == before) | before.isnan()).all())
+
+
+def _refuse_write(name: str) -> None:
+    raise ApplyError(
+        f"the forward writes into '{name}', of which each rank keeps a part that is put together for the call alone: "
+        "the write would be lost",
+        fix=f"layouts={{'{name}': 'whole'}} in the plan",
+    )
+
+
+@contextlib.contextmanager
+def _replaced_in_lists(module: nn.Module, whole: Mapping[int, Tensor]) -> Iterator[None]:
+    """Use whole tensors in lists that modules keep of their parameters, as torch's recurrences do."""
+    found: list[tuple[dict[str, Any], str, list[Any]]] = []
+    for child in module.modules():
+        for key, value in vars(child).items():
+            if type(value) is list and any(id(item) in whole for item in value):
+                found.append((vars(child), key, value))
+    try:
+        for attributes, key, value in found:
+            attributes[key] = [whole.get(id(item), item) for item in value]
+        yield
+    finally:
+        for attributes, key, value in found:
+            attributes[key] = value

@@ -1,0 +1,56 @@
+"""Weights kept in parts and put together for each use: one process's numbers, with dropout and batches of other sizes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tests.parity.jobs.stored_jobs import Trained, train
+from tests.parity.models.stored_models import BLOCKS
+from tests.tolerances import FLOAT64
+
+from meshwright import testing
+
+
+@functools.cache
+def single(name: str) -> Trained:
+    return train(name, "single")
+
+
+def check(found: Trained, name: str) -> None:
+    wanted = single(name)
+    assert found[0] == pytest.approx(wanted[0], rel=FLOAT64)
+    testing.assert_parity(found[1], wanted[1], FLOAT64)
+    assert not [reason for reason in found[3] if reason.startswith("rng")]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_two_ranks(name: str) -> None:
+    for found in testing.run_ranks(train, 2, name, "tp=2"):
+        check(found, name)
+        assert "stored" in found[2].values()
+        assert any(reason.startswith("kept in parts, and put together for each use") for reason in found[3])
+        assert not any("runs whole for calls" in reason for reason in found[3] if "stored" in reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("recurrent", "tp=2,recompute=full"), ("hooked", "tp=2,micro_batches=2"), ("cosines", "tp=2,recompute=full")],
+)
+def test_two_ranks_that_repeat_forwards(name: str, line: str) -> None:
+    for found in testing.run_ranks(train, 2, name, line):
+        check(found, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("recurrent", "dp=2,tp=2,zero=3,whole_below=0"),
+        ("experts", "tp=2,pp=2,micro_batches=2"),
+        ("cosines", "tp=4"),
+        ("parametrised", "dp=2,tp=2,zero=3,whole_below=0"),
+    ],
+)
+def test_four_ranks(name: str, line: str) -> None:
+    for found in testing.run_ranks(train, 4, name, line):
+        check((found[0], {**single(name)[1], **found[1]}, *found[2:]), name)
