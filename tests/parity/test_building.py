@@ -62,3 +62,10 @@ def test_the_look_at_the_first_batch_leaves_no_graph(plan: str) -> None:
 def test_a_step_leaves_no_memory_to_the_collector_of_cycles(plan: str) -> None:
     ranks = mw.Plan.parse(plan).num_ranks
     assert testing.run_ranks(jobs.left_to_the_collector, ranks, plan) == [0] * ranks
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3,whole_below=1", "tp=2", "pp=2,micro_batches=2"])
+def test_layers_with_keys_that_are_random_in_each_process_are_the_same_model(plan: str) -> None:
+    expected = jobs.keyed_losses(None)
+    for losses in testing.run_ranks(jobs.keyed_losses, 2, plan):
+        assert losses == pytest.approx(expected, rel=1e-12)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import uuid
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from tests.parity.jobs import checkpoint_jobs
+from tests.parity.jobs.textbook_loop import losses_of
 from torch import nn
 
 import meshwright as mw
@@ -113,3 +115,38 @@ def stages(plan: str, kind: str) -> dict[str, int]:
     """Return the stage of each layer as the runtime cuts a model at its first batch."""
     with checkpoint_jobs.apply(plan, kind, "sgd", is_prepared=True) as model:
         return dict(model.plan.stages)
+
+
+class Keyed(nn.Module):
+    """A layer that keeps what it has computed under a key that no other layer, and no other process, has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = str(uuid.uuid4())
+        self.file = f"{uuid.uuid4().hex}.state"
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = {f"{self.key}.hidden": self.up(x).relu()}
+        return x + self.down(found[f"{self.key}.hidden"])
+
+
+def build_keyed() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Keyed() for _ in range(3))).double()
+
+
+def keyed_losses(plan: str | None) -> list[float]:
+    """Return the losses of two steps of layers with keys, in a plain loop where there is no plan."""
+    batches = [
+        tuple(torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(n))) for n in (0, 1)
+    ]
+    if plan is None:
+        return losses_of(build_keyed(), batches, mean_square)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(build_keyed, plan, loss_fn=mean_square, optimizer=optimizer) as model:
+        return [model.step(mw.split_batch((x, y), model)).loss for x, y in batches]
+
+
+def mean_square(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (outputs - batch[1]).square().mean()

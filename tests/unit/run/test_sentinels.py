@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,13 @@ def test_what_decides_numbers_is_told_apart_and_what_does_not_is_not() -> None:
     assert settings.text_of(_Loss(1.0, "/a/b")) == settings.text_of(_Loss(1.0, "/c"))
     assert settings.text_of("cuda:1") is settings.text_of(object()) is None
     assert settings.text_of({"b", "a"}) == settings.text_of({"a", "b"}) == "{'a', 'b'}"
+
+
+def test_a_uuid_within_a_text_is_the_same_on_each_rank_and_the_rest_of_the_text_is_not() -> None:
+    for make in (lambda: str(uuid.uuid4()), lambda: uuid.uuid4().hex, lambda: str(uuid.uuid1())):
+        assert settings.text_of(f"{make()}.state") == settings.text_of(f"{make()}.state") == "'(uuid).state'"
+        assert settings.text_of(f"{make()}.a") != settings.text_of(f"{make()}.b")
+    assert settings.text_of("f" * 32) == repr("f" * 32)
 
 
 def test_rows_of_modules_name_classes_and_attributes() -> None:

@@ -29,9 +29,15 @@ __all__: list[str] = []
 Rows = list[tuple[str, str]]
 """(name of a setting, its value as text), in an order that is the same on every rank."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_PLAIN = (bool, int, float, complex, bytes, type(None), torch.dtype)
 _OF_A_PLACE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu)(:\d+)?|.*[/\\].*", re.DOTALL)
 """Texts that may differ from rank to rank: a device, a path."""
+_UUID = re.compile(
+    r"(?<![0-9a-f])([0-9a-f]{8}-[0-9a-f]{4}-[1-8][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    r"|[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15})(?![0-9a-f])",
+    re.IGNORECASE,
+)
+"""Identities that `uuid` makes, other ones in each process: code takes them for keys (fairseq's attention), not for numbers."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _FIRST_ADDRESS = 2**32
 _DENORMAL = 1e-310
@@ -46,6 +52,8 @@ def text_of(value: Any, depth: int = 0) -> str | None:
         return None
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
+    if isinstance(value, str):
+        return repr(_UUID.sub("(uuid)", value))
     if isinstance(value, _PLAIN):
         return repr(value)
     if depth > _DEPTH:
