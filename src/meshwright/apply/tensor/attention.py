@@ -60,7 +60,9 @@ def attention_forward(running: RunningRegion) -> Callable[..., Any]:
         weights = None
         if need_weights:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
-            weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
+            weights = torch.softmax(scores if mask is None else scores + mask, -1)
+            # Torch drops out with samples and heads in one dim: numbers are drawn by their place there.
+            weights = F.dropout(weights.flatten(0, 1), dropout).unflatten(0, weights.shape[:2])
             context = weights @ v
         else:
             context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)

@@ -140,6 +140,14 @@ def is_number(index: Any) -> bool:
     return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool)
 
 
+_PLACES_OF_RATES: dict[Callable[..., Any], int] = {
+    F.scaled_dot_product_attention: 4,
+    # The mode does not see what this one calls in turn.
+    F.multi_head_attention_forward: 10,
+}
+"""Functions that drop out inside: where their argument `dropout_p` is."""
+
+
 class WithoutDropout(TorchFunctionMode):
     """Makes dropout drop nothing: shards would draw other masks than the whole."""
 
@@ -149,7 +157,8 @@ class WithoutDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPOUTS:
             return args[0]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        place = _PLACES_OF_RATES.get(func)
+        if place is not None:
+            args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         return func(*args, **kwargs)
