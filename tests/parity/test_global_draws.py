@@ -55,6 +55,14 @@ def test_two_ranks(case: str, line: str) -> None:
         check(found, single(case))
 
 
+def test_torchs_attention_drops_out_in_its_heads() -> None:
+    for found in testing.run_ranks(train, 2, "attentive", "tp=2"):
+        check(found, single("attentive"))
+        attentions = {name: kind for name, kind in found.layouts.items() if "proj" in name and "bias" not in name}
+        assert len(attentions) == 4
+        assert "whole" not in attentions.values()
+
+
 @pytest.mark.parametrize("case", ["gpt-two-heads", "narrow"])
 def test_a_rank_without_a_unit_draws_nothing(case: str) -> None:
     for found in testing.run_ranks(train, 3, case, "tp=3"):

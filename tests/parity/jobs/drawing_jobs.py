@@ -20,6 +20,7 @@ class Trained:
     losses: list[float]
     norms: list[float]
     reasons: tuple[str, ...]
+    layouts: dict[str, str]
 
 
 def train(
@@ -46,8 +47,9 @@ def train(
     if directory and not first:
         mw.save_checkpoint(model, Path(directory), step=first + steps)
     reasons = tuple(reason for reason in model.plan.reasons if reason.startswith("rng"))
+    layouts = dict(model.plan.layouts)
     model.close()
-    return Trained(losses, norms, reasons)
+    return Trained(losses, norms, reasons, layouts)
 
 
 class Noting(nn.Module):

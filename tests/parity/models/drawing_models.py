@@ -212,6 +212,25 @@ class Narrow(nn.Module):
         return made, made[..., :4], made[..., 4:8]
 
 
+class Attentive(nn.Module):
+    """Torch's own attention with dropout: once asked for its weights, once with samples first and keys of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.asked = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.2)
+        self.crossed = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return scores of the next token, [samples, length, vocabulary]."""
+        x = self.embed(ids)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        rows = x.transpose(0, 1)
+        y = self.asked(rows, rows, rows, attn_mask=mask)[0].transpose(0, 1)
+        return self.head(y + self.crossed(y, x, x, attn_mask=mask, need_weights=False)[0])
+
+
 def token_loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean cross-entropy of tokens."""
     return F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
@@ -265,6 +284,10 @@ def build_narrow() -> nn.Module:
     return Narrow().double()
 
 
+def build_attentive() -> nn.Module:
+    return Attentive().double()
+
+
 def build_lstm() -> nn.Module:
     return Recurrent().double()
 
@@ -294,6 +317,7 @@ CASES = {
     "gpt": (build_gpt, token_loss, tokens),
     "gpt-two-heads": (build_two_heads, token_loss, tokens),
     "latents": (build_latents, token_loss, tokens),
+    "attentive": (build_attentive, token_loss, tokens),
     "narrow": (build_narrow, vae_loss, vectors),
     "gpt-checkpoint": (build_checkpointed, token_loss, tokens),
     "vit": (build_vit, class_loss, images),
