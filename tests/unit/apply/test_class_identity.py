@@ -86,11 +86,19 @@ class Asking(nn.Module):
 
     def __init__(self, function: Any) -> None:
         super().__init__()
-        self.layer = Block(2, 2)
+        self.layer, self.other = Block(2, 2), nn.Linear(2, 2)
         self.ask = function
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * (2 if self.ask(self.layer, x) else 1)
+
+
+def _of_no_module(layer: Any, _: Any) -> bool:
+    return type(layer) is nn.Conv1d or layer.__class__ is not nn.Sequential
+
+
+def _of_a_lazy_module(layer: Any, _: Any) -> bool:
+    return type(layer) is nn.Conv2d
 
 
 @dataclasses.dataclass
@@ -118,7 +126,15 @@ def test_identity_of_classes_is_found(ask: Any) -> None:
         refuse_class_identity(Asking(ask), [], mw.Plan(tp=2))
 
 
-@pytest.mark.parametrize("ask", [_equal, _tensors, _names, _imported, _compared])
+def test_the_class_that_a_lazy_module_gets_is_one_of_the_models() -> None:
+    module = Asking(_of_a_lazy_module)
+    refuse_class_identity(module, [], mw.Plan(tp=2))
+    module.other = nn.LazyConv2d(2, 1)
+    with pytest.raises(mw.ApplyError, match="_of_a_lazy_module"):
+        refuse_class_identity(module, [], mw.Plan(tp=2))
+
+
+@pytest.mark.parametrize("ask", [_equal, _tensors, _names, _imported, _compared, _of_no_module])
 def test_other_comparisons_are_not(ask: Any) -> None:
     refuse_class_identity(Asking(ask), [], mw.Plan(tp=2))
 

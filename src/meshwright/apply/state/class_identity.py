@@ -42,10 +42,13 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
         return  # modules keep their classes
     outside = Outside(module, functions)
     names = names_read(module, functions, outside) - _COMPARISONS
+    kinds = [kind for child in module.modules() for kind in (type(child), getattr(child, "cls_to_become", None))]
     for function in outside.functions:
         if function.__name__ not in names or outside.home.is_foreign(function.__module__):
             continue
-        line = next((line for code in _codes_of(function.__code__) for line in _asking_lines(code, function)), None)
+        line = next(
+            (line for code in _codes_of(function.__code__) for line in _asking_lines(code, function, kinds)), None
+        )
         if line is not None:
             raise ApplyError(
                 f"'{function.__qualname__}' ({function.__code__.co_filename}:{line}) asks by `is` which class an object has; "
@@ -90,24 +93,30 @@ def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes_of(constant)
 
 
-def _asking_lines(code: types.CodeType, function: types.FunctionType) -> Iterator[int]:
-    """Yield the lines of comparisons by `is` in which a module's class may take part."""
+def _asking_lines(code: types.CodeType, function: types.FunctionType, kinds: Sequence[Any]) -> Iterator[int]:
+    """Yield the lines of comparisons by `is` in which the class of one of the model's modules may take part.
+
+    Args:
+        code: The code of the function, or of one inside of it.
+        function: The function.
+        kinds: Classes that the modules have, or get (lazy ones): asking for another class is answered alike under a plan.
+    """
     values = _Values(function)
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno or line if instruction.positions else line
-        if instruction.opname == "IS_OP" and _may_be_asked(*values.top(2)):
+        if instruction.opname == "IS_OP" and _may_be_asked(*values.top(2), kinds):
             yield line
         if instruction.opname not in _SILENT:
             values.follow(instruction)
 
 
-def _may_be_asked(left: Any, right: Any) -> bool:
-    kinds = [isinstance(value, type) and issubclass(value, nn.Module) for value in (left, right)]
+def _may_be_asked(left: Any, right: Any, kinds: Sequence[Any]) -> bool:
+    is_kind = [isinstance(value, type) and any(value is kind for kind in kinds) for value in (left, right)]
     open_ended = [value is _UNKNOWN or value is _CLASS_OF for value in (left, right)]
     if left is _CLASS_OF or right is _CLASS_OF:
-        return all(kind or is_open for kind, is_open in zip(kinds, open_ended, strict=True))
-    return (kinds[0] and open_ended[1]) or (kinds[1] and open_ended[0])
+        return all(kind or is_open for kind, is_open in zip(is_kind, open_ended, strict=True))
+    return (is_kind[0] and open_ended[1]) or (is_kind[1] and open_ended[0])
 
 
 class _Values:
