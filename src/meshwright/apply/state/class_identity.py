@@ -105,7 +105,8 @@ def _asking_lines(code: types.CodeType, function: types.FunctionType, kinds: Seq
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno or line if instruction.positions else line
-        if instruction.opname == "IS_OP" and _may_be_asked(*values.top(2), kinds):
+        left, right = values.top(2)
+        if instruction.opname == "IS_OP" and _may_be_asked(left, right, kinds):
             yield line
         if instruction.opname not in _SILENT:
             values.follow(instruction)
