@@ -16,6 +16,7 @@ from meshwright.run.agreement import raise_first
 from meshwright.run.loss_graph import LossGraph, foreign_error, foreign_parameters
 from meshwright.run.losses.loss import Loss
 from meshwright.run.sentinels.digest import digest_text
+from meshwright.run.step import Stepper
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -37,6 +38,7 @@ class TakesPart(Protocol):
     engine: Engine
     num_updates: int
     has_looked_at_graph: bool
+    stepper: Stepper
 
     @property
     def is_over_several_batches(self) -> bool: ...
@@ -71,8 +73,9 @@ class OwnBackward(Generic[LoopT]):
         self._loop = loop
         self._is_mean = not isinstance(loss, Loss)
         self._value = loss.sum if isinstance(loss, Loss) else loss
-        self.weight = float(loss.weight) if isinstance(loss, Loss) else (1.0 if weight is None else float(weight))
+        self._weight = float(loss.weight) if isinstance(loss, Loss) else (1.0 if weight is None else float(weight))
         self._total = math.nan
+        loop.stepper.own_draws.look_at_views([mark for mark in graph.marks if mark.loop() is loop], self._weight)
         marked = {id(mark.loop()) for mark in graph.marks}
         owned = [other for other in live if id(other) in marked or any(map(other.holds, graph.leaves))]
         self.loops = owned
@@ -103,9 +106,9 @@ class OwnBackward(Generic[LoopT]):
                 fix="pass weight=, what the mean is taken over on this rank (len(inputs), or the number of valid labels), or "
                 "meshwright.Loss(sum, weight); model.loss(batch) returns such a loss",
             )
-        if not self.weight >= 0 or math.isinf(self.weight):
+        if not self._weight >= 0 or math.isinf(self._weight):
             return ApplyError(
-                f"the weight of a loss is {self.weight}",
+                f"the weight of a loss is {self._weight}",
                 fix="pass how much it counts, a finite number of at least 0",
             )
         if graph.recut is not None:
@@ -160,10 +163,10 @@ class OwnBackward(Generic[LoopT]):
         everyone, device = engine.everyone, engine.device
         code = digest_text(self._description) & 2**_BITS - 1
         mean = self._value.detach().double().sum() if self._value.numel() == 1 else torch.zeros(())
-        total = mean * self.weight if self._is_mean else mean
-        if not self.weight:
+        total = mean * self._weight if self._is_mean else mean
+        if not self._weight:
             total = torch.zeros((), dtype=torch.float64)  # the mean over no sample is not a number
-        weight = self.weight if self._broken is None else 0.0
+        weight = self._weight if self._broken is None else 0.0
         mine = [weight, total.item(), float(self._broken is not None), float(code), float(code * code)]
         told = torch.tensor(mine, dtype=torch.float64, device=device)
         everyone.all_reduce(told)
@@ -194,5 +197,5 @@ class OwnBackward(Generic[LoopT]):
     def root(self) -> torch.Tensor:
         """Return the gradient from which this rank's backward starts."""
         total = self._total / self._loop.engine.copies
-        share = self.weight / total if self._is_mean else 1.0 / total
+        share = self._weight / total if self._is_mean else 1.0 / total
         return torch.full_like(self._value, share)

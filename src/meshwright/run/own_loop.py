@@ -226,7 +226,6 @@ class OwnLoop:
             self._tell(OWN_MEAN)
         work = OwnBackward(self, loss, weight, graph, sorted(_LIVE, key=lambda loop: loop.number))
         found = self._value = work.agree()
-        self.stepper.own_draws.look_at_views([mark for mark in graph.marks if mark.loop() is self], work.weight)
         with contextlib.ExitStack() as stack:
             stack.enter_context(repeats_recognised())
             for loop in work.loops:
