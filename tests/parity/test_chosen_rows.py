@@ -40,8 +40,32 @@ def test_one_process(name: str, line: str) -> None:
         ("inline", "tp=2,recompute=full"),
         ("mask", "pp=2,micro_batches=2"),
         ("edges", "dp=2,micro_batches=2"),
+        ("unpadded alone", "dp=2"),
     ],
 )
 def test_two_ranks(name: str, line: str) -> None:
     for found in testing.run_ranks(train, 2, name, line):
         check(found, single(name))
+
+
+def test_one_sample_of_each_rank() -> None:
+    """Any number of rows is one sample's: without padding in the first batch, places of rows were taken to be plain ones."""
+    wanted = train("unpadded alone", "single", count=2, every=0, grows=False)
+    for found in testing.run_ranks(
+        functools.partial(train, count=2, every=0, grows=False), 2, "unpadded alone", "dp=2"
+    ):
+        check(found, wanted)
+
+
+def test_rows_of_equal_number_are_told() -> None:
+    """Rows of three layers, all chosen first: three choices of as many rows may be meant, and each rank draws for itself."""
+    assert any("no known sample dim" in reason for reason in train("parts", "micro_batches=2")[2])
+    assert not train("parts", "micro_batches=2", steps=1)[2]
+
+
+@pytest.mark.parametrize("name", ["unpadded if any", "unpadded sorted"])
+def test_rows_that_the_first_batch_did_not_choose_are_told(name: str) -> None:
+    """The first batch has no padding: a model takes another way with some, or sorts tokens that were in order."""
+    reasons = train(name, "micro_batches=2", steps=2)[2]
+    assert any("rows that an index has chosen" in reason or "no known sample dim" in reason for reason in reasons)
+    assert not train(name, "micro_batches=2", steps=1)[2]

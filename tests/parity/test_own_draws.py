@@ -83,3 +83,19 @@ def test_where_split_counts_the_batch_its_calls_are_named() -> None:
     model = mw.apply_plan(lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), "single", split=split)
     model(torch.ones(4, 3))
     assert any("(model.loss(batch) and model.step(batch) count by it)" in reason for reason in model.plan.reasons)
+
+
+def test_views_that_a_script_has_joined_are_told() -> None:
+    """On two ranks the rows of a batch's second view lie behind the first one's of each share, not of the batch."""
+    job: Any = functools.partial(own_draw_jobs.joined_views, by_view=False)
+    for _, reasons in testing.run_ranks(job, 2, "dp=2", SHARES[2]):
+        assert any("several rows for each sample" in reason for reason in reasons)
+    assert not own_draw_jobs.joined_views("single", SHARES[1], by_view=False)[1]
+
+
+def test_views_of_a_call_each_are_one_devices() -> None:
+    wanted, _ = own_draw_jobs.joined_views("single", SHARES[1], by_view=True)
+    job: Any = functools.partial(own_draw_jobs.joined_views, by_view=True)
+    for found, reasons in testing.run_ranks(job, 2, "dp=2", SHARES[2]):
+        assert found == pytest.approx(wanted, rel=FLOAT64)
+        assert not reasons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.apply.randomness.chosen_rows import row_dims
@@ -79,14 +80,61 @@ def following(
         notes = [note, *(piece[call] for piece in pieces if call in piece)]
         places = [set(_dims_of_rows(one)) for one in notes]
         dim = min(set.intersection(*places), default=None)
-        if dim is not None and note.chosen is not None and len({one.chosen and one.chosen[1] for one in notes}) == 1:
+        rows = [one.chosen for one in notes if one.chosen is not None]
+        if dim is not None and len(rows) == len(notes) and len({own.name for own in rows}) == 1:
             found[call] = SiteDims(
-                dim, num_dims=len(note.shape), is_merged=True, follows=note.chosen[1], kind=note.kind
+                dim,
+                num_dims=len(note.shape),
+                is_merged=True,
+                follows=rows[0].name,
+                follows_last=all(own.is_last for own in rows),
+                kind=note.kind,
             )
     unknown = {call: own for call, own in found.items() if call not in dims}
     for tried in [found, *([unknown] if unknown and unknown != found else [])] if found else []:
         yield {**dims, **tried}
 
 
+def in_order(
+    dims: Mapping[Call, SiteDims], chosen: Mapping[Call, DrawNote], pieces: Sequence[Mapping[Call, DrawNote]]
+) -> dict[Call, SiteDims]:
+    """Return sample dims in which draws follow rows of which an index has left none out, so far.
+
+    Args:
+        dims: Known sample dims, which the first batch has proven.
+        chosen: What the whole batch drew on such rows, merged with others of their samples.
+        pieces: What each of its parts drew.
+    """
+    tried = next(following(dims, chosen, pieces), dict(dims))
+    return {
+        call: dataclasses.replace(own, is_minor=dims[call].is_minor, is_in_order=True) if call in chosen else own
+        for call, own in tried.items()
+    }
+
+
+def beside(dims: Mapping[Call, SiteDims], chosen: Mapping[Call, DrawNote]) -> dict[Call, SiteDims]:
+    """Return sample dims in which draws that do not follow the rows of an index are known for it, where it has an order."""
+    return {
+        call: dataclasses.replace(own, is_beside=True)
+        if own.follows is None and call in chosen and not chose_all_in_order(chosen[call])
+        else own
+        for call, own in dims.items()
+    }
+
+
+def chose_all_in_order(note: DrawNote) -> bool:
+    """Tell whether the rows of a draw are all that an index chose among, in their order."""
+    return note.chosen is not None and note.chosen.is_in_order
+
+
 def _dims_of_rows(note: DrawNote) -> list[int]:
-    return [dim for dim in row_dims(note.shape) if note.chosen is not None and note.shape[dim] == note.chosen[0]]
+    return [dim for dim in row_dims(note.shape) if note.chosen is not None and note.shape[dim] == note.chosen.num_rows]
+
+
+def draws_inside(notes: Mapping[Call, DrawNote]) -> dict[Call, Counter[str]]:
+    """Return the draws of each module during a call of another or of itself, by that call."""
+    found: dict[Call, Counter[str]] = {}
+    for (name, _), note in notes.items():
+        for call in set(note.within):
+            found.setdefault(call, Counter())[name] += 1
+    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from meshwright.apply.randomness.sites import StepDraws, called, in_forward, in_
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
-from meshwright.run.draw_orders import few, following, of_unknown_order, orders, turned
+from meshwright.run.draw_orders import beside, draws_inside, few, following, in_order, of_unknown_order, orders, turned
 from meshwright.run.draw_parts import are_alike, are_parts
 from meshwright.run.losses.drawn import Tried, losses_of
 from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, join_samples
@@ -229,6 +228,7 @@ class DrawTrials:
         loops = [call for call, dims in found.dims.items() if dims.loop]
         merged = yield from self._try_orders(found, placed, loops)
         if found.is_proven:
+            yield from self._look_for_unseen_rows(found, placed)
             yield from self._look_for_unseen_orders(found, merged, loops)
         found.by_sample = uses_python and not found.is_proven
         return Evidence()
@@ -263,6 +263,27 @@ class DrawTrials:
                     found.dims = tried
                     return merged
         return []
+
+    def _look_for_unseen_rows(
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
+        """Have draws follow rows that an index has chosen, though it chose all, in their order: samples without padding."""
+        merged = [call for call, own in found.dims.items() if own.is_merged and own.follows is None and not own.loop]
+        if not merged:
+            return
+        watch_choices()
+        (whole,) = yield from self._run([(found.share, 0)], found.dims)
+        chosen = {call: whole.notes[call] for call in merged if call in whole.notes and whole.notes[call].chosen}
+        if not chosen:
+            return
+        pieces = yield from self._run(placed, found.dims)
+        before = found.outputs, found.losses
+        tried = in_order(found.dims, chosen, [piece.notes for piece in pieces])
+        if tried != found.dims and (yield from self._prove(found, placed, tried)):
+            found.dims = tried
+        else:
+            found.outputs, found.losses = before
+        found.dims = beside(found.dims, chosen)
 
     def _holds_in_reverse(self, found: DrawsFound) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
         """Tell whether parts give the whole with the samples in reverse order, too: code may sort them by a value (a length)."""
@@ -366,12 +387,3 @@ def _is_mean(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:
     """Tell whether the loss of the whole is the mean over samples of that of pieces."""
     total = sum(piece.loss * piece.num_samples for piece in pieces) / sum(piece.num_samples for piece in pieces)
     return abs(total - whole.loss) <= _LOSS_TOLERANCE * abs(whole.loss)
-
-
-def draws_inside(notes: Mapping[Call, DrawNote]) -> dict[Call, Counter[str]]:
-    """Return the draws of each module during a call of another or of itself, by that call."""
-    found: dict[Call, Counter[str]] = {}
-    for (name, _), note in notes.items():
-        for call in set(note.within):
-            found.setdefault(call, Counter())[name] += 1
-    return found

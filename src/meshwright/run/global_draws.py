@@ -367,7 +367,7 @@ class GlobalDraws:
             for call, dims in from_rows(row[2]).items():
                 merged[call] = dims if merged.setdefault(call, dims) == dims else None
         self.dims = {call: dims for call, dims in merged.items() if dims is not None}
-        if any(own.follows is not None for own in self.dims.values()):
+        if any(own.is_merged for own in self.dims.values()):
             watch_choices()
         self._inside.update({(name, number): counts for row in rows for name, number, counts in row[3]})
         if self._why_torch is not None:

@@ -16,6 +16,7 @@ from meshwright.run.agreement import raise_first
 from meshwright.run.loss_graph import LossGraph, foreign_error, foreign_parameters
 from meshwright.run.losses.loss import Loss
 from meshwright.run.sentinels.digest import digest_text
+from meshwright.run.step import Stepper
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -37,6 +38,7 @@ class TakesPart(Protocol):
     engine: Engine
     num_updates: int
     has_looked_at_graph: bool
+    stepper: Stepper
 
     @property
     def is_over_several_batches(self) -> bool: ...
@@ -73,6 +75,7 @@ class OwnBackward(Generic[LoopT]):
         self._value = loss.sum if isinstance(loss, Loss) else loss
         self._weight = float(loss.weight) if isinstance(loss, Loss) else (1.0 if weight is None else float(weight))
         self._total = math.nan
+        loop.stepper.own_draws.look_at_views([mark for mark in graph.marks if mark.loop() is loop], self._weight)
         marked = {id(mark.loop()) for mark in graph.marks}
         owned = [other for other in live if id(other) in marked or any(map(other.holds, graph.leaves))]
         self.loops = owned

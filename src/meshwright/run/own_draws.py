@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from meshwright.apply.randomness.sites import StepDraws, in_step, keep
 from meshwright.describe.batches import BatchSplitter, count_samples
 from meshwright.errors import ApplyError
 from meshwright.run.global_draws import GlobalDraws
+from meshwright.run.loss_graph import ForwardMark
 from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossTerm
 from meshwright.trees import map_tensors
@@ -38,6 +39,11 @@ _SPLIT = (
     "model.step(batch) count by it)"
 )
 _NO_GRAPH = "model(...) without a graph (torch.no_grad, frozen weights) draws from torch's generators: each rank draws for itself"
+_VIEWS = (
+    "model(...) was given several rows for each sample that its loss counts, and views of a batch that are joined "
+    "(torch.cat([x, x])) lie in another order on several ranks: their numbers may depend on the layout; call the model once "
+    "for each view"
+)
 
 
 class OwnDraws:
@@ -132,12 +138,27 @@ class OwnDraws:
                 yield None
             return
         own = draws.new_step("step")
+        own.num_samples = num_samples
         placed = draws.forward("step", first, num_samples or 0, number)
         with _stream_of_its_own(f"{self.model_number}/{draws.share}/{own.text}/{number}"), in_step(own), placed:
             yield own
         if own.marks:
             self._recent.append(own)
             keep(own)
+
+    def look_at_views(self, marks: Sequence[ForwardMark], weight: float) -> None:
+        """Tell where a loss counts fewer samples than rows that drew: views that a script has joined lie in an unknown order.
+
+        Args:
+            marks: Calls of the model that the loss comes from.
+            weight: What the loss counts on this rank.
+        """
+        if self._draws is None or self._engine.group.size == 1 or weight < 1:
+            return
+        for mark in marks:
+            num_rows = 0 if mark.draws is None or not mark.draws.marks else mark.draws.num_samples or 0
+            if num_rows > weight and num_rows % weight == 0:
+                self._draws.tell(_VIEWS)
 
     def _next(self, draws: GlobalDraws, step: int) -> int:
         """Return the forwards of this step before the one that begins now, which is counted [count]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from tests.parity.models.chosen_rows_models import MODELS, batch
+from tests.parity.models.chosen_rows_models import MODELS, TOLD, batch
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -13,7 +13,7 @@ import meshwright as mw
 
 def _build(name: str) -> nn.Module:
     torch.manual_seed(5)
-    return MODELS[name]().double()
+    return (MODELS | TOLD)[name]().double()
 
 
 def _loss(outputs: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
@@ -21,14 +21,14 @@ def _loss(outputs: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(
-    name: str, line: str, *, steps: int = 3, count: int = 7, every: int = 1
+    name: str, line: str, *, steps: int = 3, count: int = 7, every: int = 1, grows: bool = True
 ) -> tuple[list[float], list[float], list[str]]:
     """Return the losses, gradient norms and reasons of steps under a plan, on batches of other sizes from the second on."""
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     model = mw.apply_plan(
         functools.partial(_build, name), line, loss_fn=_loss, optimizer=sgd, seed=3, sentinel_every=every
     )
-    results = [model.step(mw.split_batch(batch(name, step, count + step), model)) for step in range(steps)]
+    results = [model.step(mw.split_batch(batch(name, step, count + step * grows), model)) for step in range(steps)]
     reasons = [reason for reason in model.plan.reasons if reason.startswith("rng")]
     model.close()
     return [result.loss for result in results], [result.grad_norm for result in results], reasons

@@ -122,3 +122,19 @@ def accumulating(line: str, sizes: Sequence[int]) -> list[float]:
             told.append(model.clip_grad_norm(1e9))
             model.optimizer.step()
     return told
+
+
+def joined_views(line: str, sizes: Sequence[int], *, by_view: bool) -> tuple[list[float], list[str]]:
+    """Return losses and reasons of a loop over two views of each sample, joined for one call or given to a call each."""
+    losses = []
+    with mw.apply_plan(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3)).double(), line, optimizer=Sgd, seed=3
+    ) as model:
+        for step in range(STEPS):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            x = _share(torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64), model, sizes)
+            one, other = (model(x), model(x)) if by_view else model(torch.cat([x, x])).chunk(2)
+            losses.append(model.backward((one - other).square().mean(), weight=len(x)))
+            model.optimizer.step()
+        return losses, [reason for reason in model.plan.reasons if reason.startswith("rng")]

@@ -106,11 +106,16 @@ class OverEdges(nn.Module):
 
 
 class WithoutPadding(nn.Module):
-    """Layers on the entries of sequences that are no padding, beside each other; then experts that choose among these."""
+    """Layers on the entries of sequences that are no padding, beside each other; then experts that choose among these.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Other layers than these.
+    """
+
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers, self.head = nn.ModuleList([Expert(), Expert(), Experts("loop")]), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(layers or [Expert(), Expert(), Experts("loop")])
+        self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scores of each sample, whose padding is zero."""
@@ -119,6 +124,63 @@ class WithoutPadding(nn.Module):
         for layer in self.layers:
             rows = rows + layer(rows)
         return self.head(torch.zeros_like(x).flatten(0, 1).index_copy(0, places, rows).view(x.shape).sum(1))
+
+
+class WithoutPaddingIfAny(WithoutPadding):
+    """Leaves padding out where there is some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample, whose padding is zero."""
+        if bool((x[..., 0] != 0).all()):
+            return self.head(self.layers[0](x.flatten(0, 1)).view(x.shape).sum(1))
+        return super().forward(x)
+
+
+class Sorted(nn.Module):
+    """Sorts all tokens by whether they are padding, for a layer, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = Expert(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample, whose padding is zero."""
+        order = (x[..., 0] == 0).flatten().argsort(stable=True)
+        rows = self.layer(x.flatten(0, 1)[order])[order.argsort()]
+        return self.head(F.dropout(rows, 0.2, self.training).view(x.shape).sum(1))
+
+
+class Routed(nn.Module):
+    """Leaves padding out, and gives what is left to experts, in one forward: no module stands around the second choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(Expert() for _ in range(3)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample, whose padding is zero."""
+        mask = x[..., 0] != 0
+        rows, result = x[mask], x[mask]
+        for expert, own in enumerate(self.experts):
+            places = (rows[:, :3].argmax(-1) == expert).nonzero()[:, 0]
+            result = result.index_add(0, places, own(rows[places]))
+        return self.head(torch.zeros_like(x).index_put((mask,), result).sum(1))
+
+
+class AllPartsFirst(nn.Module):
+    """Chooses the rows of three layers before any of them runs; which rows draw then, their number alone tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample, whose first feature is the number of a row's layer."""
+        masks = [x[..., 0] == number for number in range(3)]
+        parts = [x[mask] for mask in masks]
+        for mask, part, layer in zip(masks, parts, self.layers, strict=True):
+            x = x.index_put((mask,), F.dropout(layer(part).tanh(), 0.3, self.training))
+        return self.head(x.mean(1))
 
 
 def moe(way: str) -> Callable[[], nn.Module]:
@@ -130,7 +192,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     **{way: moe(way) for way in ("loop", "mask", "inline", "sorted", "many")},
     "edges": OverEdges,
     "unpadded": WithoutPadding,
+    "unpadded alone": lambda: WithoutPadding(Expert(), Expert()),
+    "unpadded twice": Routed,
 }
+
+TOLD: dict[str, Callable[[], nn.Module]] = {
+    "parts": AllPartsFirst,
+    "unpadded if any": lambda: WithoutPaddingIfAny(Expert()),
+    "unpadded sorted": Sorted,
+}
+"""Models whose rows are told apart by their number alone; or chosen in no trial."""
 
 
 def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
@@ -138,7 +209,11 @@ def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     shape = (count, NODES, LENGTH) if name == "edges" else (count, LENGTH, WIDTH)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if name == "unpadded":
+    if name == "parts":  # as many rows for each layer, but not in the first batch
+        numbers = torch.arange(LENGTH) // 2 * torch.ones(count, 1)
+        numbers[:, :2] += 0 if step else torch.tensor([[1.0, 1.0], [1.0, 0.0]]).repeat(count, 1)[:count]
+        x[..., 0] = numbers.gather(1, torch.rand(count, LENGTH, generator=generator).argsort(1))
+    if name.startswith("unpadded"):
         lengths = torch.randint(2, LENGTH + 1, (count,), generator=generator) if step else torch.full((count,), LENGTH)
         lengths[: int(lengths.sum()) % count if step == 1 else 0] -= 1  # as many rows as if all samples had as many
         x *= (torch.arange(LENGTH) < lengths[:, None])[..., None]

@@ -9,6 +9,7 @@ sample_loops     draws of a loop over samples, each known by its sample
 row_slices       slices of rows that begin or end inside of a sample
 chosen_rows      rows that an index has chosen, followed to their samples
 row_choices      torch operators that choose rows, seen where draws follow them
+row_places       places of draws on such rows, and draws that may be on some unseen
 names            names of modules, by which calls are known
 forward_draws    one forward: how often modules have drawn, and what a trial notes
 sites            calls that draw, the step and forward that they belong to

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class ChosenByIndex:
         begin: Where the first of them begins there [elements].
         stride: From one to the next [elements].
         versions: Of the indices, by which a later write is known.
-        among: The choice of a module around this one that has made the rows among which this one chooses.
+        among: The choice that has made the rows among which this one chooses.
+        is_unclear: Whether it may choose among rows that an earlier choice has left, and nothing shows it.
     """
 
     name: str
@@ -54,12 +56,27 @@ class ChosenByIndex:
     stride: int
     versions: tuple[int, ...]
     among: ChosenByIndex | None
+    is_unclear: bool = False
     found: Tensor | None = None
 
     @property
     def num_sources(self) -> int:
         """Rows among which they were chosen, or those that these were chosen from [count]."""
         return math.prod(self.sizes) if self.among is None else self.among.num_sources
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether it has chosen each row, in their order."""
+        if self.num_rows != self.num_sources or not self.is_unchanged:
+            return False
+        sources = self.sources()
+        return torch.equal(sources, torch.arange(len(sources), device=sources.device))
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether it has chosen rows in their order."""
+        sources = self.sources()
+        return bool((sources[1:] > sources[:-1]).all())
 
     @property
     def is_unchanged(self) -> bool:
@@ -82,6 +99,15 @@ class ChosenByIndex:
                 self.found = self.among.sources()[self.found]
         return self.found
 
+    def is_like(self, other: ChosenByIndex) -> bool:
+        """Tell whether another choice of as many rows has chosen the same ones."""
+        return self is other or (
+            self.num_sources == other.num_sources
+            and self.is_unchanged
+            and other.is_unchanged
+            and torch.equal(self.sources(), other.sources())
+        )
+
     def rows_in(self, given: Tensor) -> slice | None:
         """Return which of the chosen rows a tensor holds, as parts of them do that are split off; None: it is another tensor."""
         if not given.dim() or self.memory.expired() or StorageWeakRef(given.untyped_storage()) != self.memory:
@@ -90,6 +116,18 @@ class ChosenByIndex:
         is_in_order = rest == 0 and (given.stride(0) == self.stride or len(given) == 1)
         fits = is_in_order and 0 <= first <= first + len(given) <= self.num_rows
         return slice(first, first + len(given)) if fits else None
+
+
+class RowsChosen(NamedTuple):
+    """What a trial notes of the rows that draw."""
+
+    num_rows: int
+    name: str
+    """The module that has chosen them."""
+    is_last: bool
+    """Whether it has chosen no others since."""
+    is_in_order: bool
+    """Whether they are all rows, in their order."""
 
 
 class ChosenRows:
@@ -114,14 +152,17 @@ class ChosenRows:
         self._drawn.clear()
         self._places.clear()
 
-    def note(self, name: str, sizes: Sequence[int], indices: Sequence[Tensor], result: Tensor, dim: int) -> None:
+    def note(
+        self, name: str, tensor: Tensor, result: Tensor, *, sizes: Sequence[int], indices: Sequence[Tensor], dim: int
+    ) -> None:
         """Remember a choice of rows.
 
         Args:
             name: The module whose code chooses.
+            tensor: Among whose rows.
+            result: What is chosen.
             sizes: The entries of the dims with an index, which lie beside each other [count].
             indices: Of these dims; or one mask of all of them.
-            result: What is chosen.
             dim: The dim of it that holds the rows.
         """
         versions = tuple(index._version for index in indices)
@@ -129,18 +170,25 @@ class ChosenRows:
             StorageWeakRef(result.untyped_storage()),
             (int(result.storage_offset()), int(result.stride(dim))),
         )
-        among = None
-        for choice in reversed(self._choices):
-            if choice.num_rows == math.prod(sizes) and choice.name != name and _is_around(choice.name, name):
-                among = choice
-                break
-        chosen = ChosenByIndex(name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions, among)
+        among, is_unclear = self._among(name, tensor, math.prod(sizes))
+        chosen = ChosenByIndex(
+            name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions, among, is_unclear
+        )
         self._choices.append(chosen)
+
+    def _among(self, name: str, tensor: Tensor, num_rows: int) -> tuple[ChosenByIndex | None, bool]:
+        """Return the choice that has made the rows of a tensor, and whether some choice may have without a sign of it."""
+        alike = list(self._alike({num_rows}))
+        for choice in alike:
+            if (choice.name != name and _is_around(choice.name, name)) or choice.rows_in(tensor) == slice(0, num_rows):
+                return choice, False
+        # Of a module beside this one, or before a layer that the rows went through; an expert may as well get all tokens.
+        return None, bool(alike) and all(choice.num_rows < choice.num_sources for choice in alike)
 
     def look(
         self, shape: Sequence[int], running: Collection[str], given: Sequence[Tensor], num_samples: int
-    ) -> tuple[int, str] | None:
-        """Return how many rows were chosen for a draw, and the module that chose them; None: there is no such choice.
+    ) -> RowsChosen | None:
+        """Return what is known of the rows chosen for a draw; None: there is no such choice.
 
         Args:
             shape: What is drawn.
@@ -149,22 +197,48 @@ class ChosenRows:
             num_samples: Of the forward [count].
         """
         sizes = {shape[dim] for dim in row_dims(shape)}
-        for choice, num_rows, _ in self._chosen(sizes, given):
-            if choice.name in running and choice.num_sources % num_samples == 0:
-                return num_rows, choice.name
+        for choice, num_rows in (*self._given(sizes, given), *((own, own.num_rows) for own in self._alike(sizes))):
+            if choice.name in running and choice.num_sources % num_samples == 0 and not choice.is_unclear:
+                with torch.no_grad(), draws_untouched():
+                    return RowsChosen(num_rows, choice.name, self._is_last(choice), choice.is_in_order)
         return None
 
-    def _chosen(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[ChosenByIndex, int, slice]]:
-        """Yield choices of as many rows as one of these sizes, how many and which: of what modules were given, then the last."""
+    def out_of_order(self, num_rows: int) -> set[str]:
+        """Return the modules that have chosen as many rows, and never each one in its order, as for an expert of all tokens."""
+        alike = list(self._alike({num_rows}))
+        with torch.no_grad(), draws_untouched():
+            return {choice.name for choice in alike} - {choice.name for choice in alike if choice.is_in_order}
+
+    def _is_last(self, choice: ChosenByIndex) -> bool:
+        return next(other for other in reversed(self._choices) if other.name == choice.name) is choice
+
+    def _given(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[ChosenByIndex, int]]:
+        """Yield choices that modules were given rows of, as many as one of these sizes, with that number."""
+        yield from ((choice, len(tensor)) for choice, tensor, _ in self._held(sizes, given))
+
+    def _held(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[ChosenByIndex, Tensor, slice]]:
         for tensor in given:
             if tensor.dim() and len(tensor) in sizes:
                 for choice in reversed(self._choices):
                     rows = choice.rows_in(tensor)
                     if rows is not None:
-                        yield choice, len(tensor), rows
-        for choice in reversed(self._choices):
-            if choice.num_rows in sizes:
-                yield choice, choice.num_rows, slice(None)
+                        yield choice, tensor, rows
+
+    def _alike(self, sizes: Collection[int]) -> Iterator[ChosenByIndex]:
+        """Yield choices of as many rows as one of these sizes, the last first."""
+        return (choice for choice in reversed(self._choices) if choice.num_rows in sizes)
+
+    def _find(self, dims: SiteDims, num_rows: int, given: Sequence[Tensor]) -> tuple[ChosenByIndex, slice] | None:
+        """Return the choice of the rows that draw, and which of its rows; None where several might be."""
+        for choice, _, rows in self._held({num_rows}, given):
+            if choice.name == dims.follows:
+                return choice, rows
+        alike = [choice for choice in self._alike({num_rows}) if choice.name == dims.follows]
+        if not alike:
+            return None
+        last, *others = alike
+        is_clear = (dims.follows_last and self._is_last(last)) or all(map(last.is_like, others))
+        return (last, slice(None)) if is_clear else None
 
     def place(
         self,
@@ -193,10 +267,12 @@ class ChosenRows:
         known = self._places.get(call)
         if known is not None:
             return known if len(known[0].samples) == num_rows else None
-        found = next(((c, rows) for c, _, rows in self._chosen({num_rows}, given) if c.name == dims.follows), None)
-        if found is None or found[0].num_sources % num_samples or not found[0].is_unchanged:
-            return None
         with torch.no_grad(), draws_untouched():
+            found = self._find(dims, num_rows, given)
+            if found is None or found[0].is_unclear or found[0].num_sources % num_samples:
+                return None
+            if not found[0].is_unchanged or (dims.is_in_order and not found[0].is_ascending):
+                return None
             places, each = self._places_of(
                 *found, call[0], is_minor=dims.is_minor, first=first, num_samples=num_samples
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from meshwright.apply.randomness.chosen_rows import ChosenRows
+from meshwright.apply.randomness.chosen_rows import ChosenRows, RowsChosen
 from meshwright.apply.randomness.sample_dims import Call, Slicing
 
 __all__: list[str] = []
@@ -25,8 +25,8 @@ class DrawNote:
     """Whether a checkpoint repeats it in backward without the generator's state of its forward."""
     is_in_order: bool = False
     """Whether torch's own code lays a sample's entries next to each other."""
-    chosen: tuple[int, str] | None = None
-    """How many rows an index has chosen for it, and the module that chose them."""
+    chosen: RowsChosen | None = None
+    """What is known of the rows that an index has chosen for it, if one has."""
 
 
 class ForwardDraws:

@@ -38,9 +38,9 @@ def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         return result
     first, shape = given[0], tensor.shape
     if first.dtype == torch.bool and len(given) == 1:
-        note_choice(shape[dims[0] : dims[0] + first.dim()], given, result, dims[0])
+        note_choice(tensor, result, sizes=shape[dims[0] : dims[0] + first.dim()], indices=given, dim=dims[0])
     elif all(index.dtype in _WHOLE and index.shape == first.shape and index.dim() == 1 for index in given):
-        note_choice([shape[dim] for dim in dims], given, result, dims[0])
+        note_choice(tensor, result, sizes=[shape[dim] for dim in dims], indices=given, dim=dims[0])
     return result
 
 
@@ -48,5 +48,5 @@ def _index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     with draws_untouched():
         result: Tensor = _aten.index_select.default(tensor, dim, index)
     if tensor.dim() and index.dim() == 1 and _is_plain(tensor, index):
-        note_choice([tensor.shape[dim]], [index], result, dim)
+        note_choice(tensor, result, sizes=[tensor.shape[dim]], indices=[index], dim=dim)
     return result

@@ -49,6 +49,12 @@ class SiteDims:
     """Whether each rank of the layer draws numbers of its own, since no cut of the full tensor was found."""
     follows: str | None = None
     """The module whose index has chosen the rows of the dim, which follow it; None: samples lie in their order."""
+    follows_last: bool = False
+    """Whether these were the rows that this module had chosen last, with each part of the first batch."""
+    is_in_order: bool = False
+    """Whether the index left no row out in the first batch, so that only rows in their order are known to be followed."""
+    is_beside: bool = False
+    """Whether an index chose as many rows in the first batch, not all in their order, and the draw does not follow them."""
     kind: str = dataclasses.field(default="", compare=False)
     """What drew when the dim was found; another kind is another call. Empty: not known."""
 
@@ -253,9 +259,22 @@ def _moved(dims: SiteDims, name: str) -> SiteDims:
 
 def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
     """Return known dims as JSON values, without cuts."""
-    return [[*call, d.kind, d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop, d.follows] for call, d in dims.items()]
+    return [
+        [
+            *call,
+            d.kind,
+            [d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop],
+            [d.follows, d.follows_last, d.is_in_order, d.is_beside],
+        ]
+        for call, d in dims.items()
+    ]
 
 
 def from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
     """Return what `to_rows` was given."""
-    return {(name, number): SiteDims(*rest, follows=by, kind=kind) for name, number, kind, *rest, by in rows}
+    return {
+        (name, number): SiteDims(
+            *place, follows=by, follows_last=last, is_in_order=in_order, is_beside=beside, kind=kind
+        )
+        for name, number, kind, place, (by, last, in_order, beside) in rows
+    }

@@ -17,15 +17,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
+from meshwright.apply.randomness.row_places import is_on_rows, place_in_rows
 from meshwright.apply.randomness.row_slices import place_slice
-from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate, locate_in_row
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
 from meshwright.errors import ApplyError
 
@@ -66,6 +67,8 @@ class StepDraws:
         self.part = part
         self.on_unknown = on_unknown
         self.left = left
+        self.num_samples: int | None = None
+        """Rows that the one forward of an own loop was given; None: another kind of step [count]."""
         self._known: dict[int, tuple[Call, ForwardDraws]] = {}
         self._twice: set[int] = set()
 
@@ -119,10 +122,16 @@ class StepDraws:
         if dims is not None and sample is not None and not dims.loop:
             dims = None  # another kind of draw than the first batch made in this turn
         if dims is not None and dims.follows is not None:
-            place = self._place_in_rows(call, forward, shape, dims)
+            is_whole = _running.slicing is None
+            place = place_in_rows(call, forward, shape, dims, names=self.names, text=self.text) if is_whole else None
             if place is not None:
                 return place
         elif dims is not None and not dims.is_apart:
+            if is_on_rows(forward, shape, dims, self.names):
+                self.on_unknown(
+                    f"draw {number} of {called(name)} ({kind}) may be on rows that an index has chosen, as in no trial of the "
+                    "first batch: it may depend on the layout"
+                )
             slicing = _running.slicing
             found = _located(shape, dims, forward.num_samples, slicing)
             if found is None and (place := place_slice(key_of(text), shape, dims, forward, slicing)) is not None:
@@ -139,27 +148,6 @@ class StepDraws:
             return ElementPlace(key_of(text), found.levels, forward.first + sample, found.first_index)
         first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
         return ElementPlace(key_of(text), found.levels, first, found.first_index)
-
-    def _place_in_rows(
-        self, call: Call, forward: ForwardDraws, shape: tuple[int, ...], dims: SiteDims
-    ) -> ElementPlace | None:
-        """Return the places of rows that an index has chosen; None where they are not known."""
-        if dims.dim is None or dims.is_apart or _running.slicing is not None:
-            return None
-        within = locate_in_row(shape, dims)
-        rows = within and forward.rows.place(
-            call,
-            dims,
-            shape[dims.dim],
-            given=list(self.names.given()),
-            first=forward.first,
-            num_samples=forward.num_samples,
-            row_stride=within[1],
-        )
-        if within is None or rows is None:
-            return None
-        (found, _), (places, each) = within, rows
-        return ElementPlace(key_of(f"{self.text}/{call[0]}/rows of {each}"), found.levels, 0, found.first_index, places)
 
     def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
         """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
@@ -380,11 +368,13 @@ def _repeated_draw(steps: Sequence[StepDraws]) -> tuple[StepDraws, Call, Forward
     return None
 
 
-def note_choice(sizes: Sequence[int], indices: Sequence[Tensor], result: Tensor, dim: int) -> None:
+def note_choice(tensor: Tensor, result: Tensor, *, sizes: Sequence[int], indices: Sequence[Tensor], dim: int) -> None:
     """Remember that code of a forward which draws by place has chosen rows; as for `ChosenRows.note`."""
     step, forward = _running.step, _running.forward
-    if step is not None and step.left is None and forward is not None and not is_in_backward():
-        forward.rows.note(step.names.find(), sizes, indices, result, dim)
+    if step is None or step.left is not None or forward is None or is_in_backward():
+        return
+    if not isinstance(tensor, nn.Parameter):  # a table's rows are no samples'
+        forward.rows.note(step.names.find(), tensor, result, sizes=sizes, indices=indices, dim=dim)
 
 
 def tell_own(kind: str) -> None:
