@@ -16,7 +16,7 @@ def places(index: torch.Tensor, num_sources: int, *, is_minor: bool, calls: int)
     """Return samples and indices of the rows in each of several calls for the same choice."""
     rows, source = ChosenRows(), torch.randn(num_sources, 2)
     chosen = source[index]
-    rows.note("block", [num_sources], [index], chosen, 0)
+    rows.note("block", source, chosen, sizes=[num_sources], indices=[index], dim=0)
     dims = SiteDims(0, num_dims=2, is_merged=True, follows="block", is_minor=is_minor)
     found = []
     for number in range(calls):
