@@ -49,10 +49,10 @@ class Experts(nn.Module):
         self.outer = nn.Parameter(0.3 * torch.randn(3, 2 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = torch.einsum("...nd,de->...ne", x, self.gate).softmax(-1)
-        hidden = torch.einsum("...nd,edh->...enh", x, self.inner).relu()
-        given = torch.einsum("...enh,ehd->...end", F.dropout(hidden, 0.2, self.training), self.outer)
-        return x + torch.einsum("...end,...ne->...nd", given, weights)
+        weights = torch.einsum("...sd,de->...se", x, self.gate).softmax(-1)
+        hidden = torch.einsum("...sd,edh->...esh", x, self.inner).relu()
+        given = torch.einsum("...esh,ehd->...esd", F.dropout(hidden, 0.2, self.training), self.outer)
+        return x + torch.einsum("...esd,...se->...sd", given, weights)
 
 
 class Sine(nn.Module):
