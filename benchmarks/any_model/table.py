@@ -37,6 +37,8 @@ def by_plan(rows: list[dict[str, Any]]) -> list[str]:
         counts = collections.Counter(row["verdict"] for row in own)
         cuts = [row["cut_of_blocks"] for row in own if "cut_of_blocks" in row and row["verdict"] == "equal"]
         cut = f"{sum(c >= 0.9 for c in cuts)} of {len(cuts)}, median {statistics.median(cuts):.2f}" if cuts else "-"
+        leaning = sum(row.get("cut_of_blocks", 0.0) >= 0.9 > _without_stored(row) for row in own)
+        cut += f"; {leaning} of them by parts that are put together" if leaning else ""
         first = [row["first_step_s"] for row in own if "first_step_s" in row]
         quick = f"{sum(s < 10 for s in first) / len(first):.0%}, largest {max(first):.1f} s" if first else "-"
         numbers = " | ".join(str(counts[verdict]) for verdict in VERDICTS)
@@ -44,6 +46,11 @@ def by_plan(rows: list[dict[str, Any]]) -> list[str]:
         share = f"{counts['equal'] / len(own):.1%}"
         lines.append(f"| {name} | {len(own)} | {numbers} | {share} | {drawing} | {cut} | {quick} |")
     return lines
+
+
+def _without_stored(row: dict[str, Any]) -> float:
+    """Return the share of block parameters that ranks compute with in parts [fraction]."""
+    return row.get("cut_of_blocks", 0.0) - row.get("stored_of_blocks", 0.0)
 
 
 def cause_of(row: dict[str, Any]) -> str:
