@@ -352,7 +352,8 @@ def _explain(
     if batch_norms:
         notes.append(
             f"batch normalisation ({_some(batch_norms)}): each rank normalises its own micro-batch and the running"
-            " statistics follow rank 0, so equality with one device is not to be expected"
+            " statistics follow rank 0, so equality with one device is not to be expected (apply_plan's sync_batch_norm=True"
+            " normalises over all ranks' samples)"
         )
     draws, lower = _try_forward(model_to_dtype(model, dtype), to_dtype(batch, dtype), loss_fn, dtype)
     if draws and not build.draws:

@@ -29,11 +29,16 @@ class Saying:
     digest: int
 
 
-def raise_first(reasons: Sequence[str | None], own: ApplyError | None, ranks: Sequence[int]) -> None:
+def told_of(error: ApplyError | None) -> list[str] | None:
+    """Return what other ranks are told of an error, for `raise_first`."""
+    return None if error is None else [error.message, error.fix or ""]
+
+
+def raise_first(reasons: Sequence[list[str] | None], own: ApplyError | None, ranks: Sequence[int]) -> None:
     """Raise this rank's error, or one that names the first rank with a reason; nothing where no rank has one.
 
     Args:
-        reasons: Why each rank cannot go on, in the order of `ranks`.
+        reasons: Why each rank cannot go on, and what helps, as `told_of` gives it; in the order of `ranks`.
         own: This rank's own error.
         ranks: The ranks' numbers in the world.
     """
@@ -42,8 +47,8 @@ def raise_first(reasons: Sequence[str | None], own: ApplyError | None, ranks: Se
     found = next(((rank, reason) for rank, reason in zip(ranks, reasons, strict=True) if reason is not None), None)
     if found is not None:
         raise ApplyError(
-            f"rank {found[0]} cannot take this step: {found[1]}",
-            fix="change the model before apply_plan, on every rank",
+            f"rank {found[0]} cannot take this step: {found[1][0]}",
+            fix=found[1][1] or "change the model before apply_plan, on every rank",
         )
 
 
@@ -147,7 +152,7 @@ class Agreement:
         return self._total
 
     def _raise_broken(self) -> None:
-        reasons = self._group.all_gather_json(self._broken and self._broken.message, device=self._device)
+        reasons = self._group.all_gather_json(told_of(self._broken), device=self._device)
         raise_first(reasons, self._broken, self._group.ranks)
 
     def _refuse_switched(self) -> None:

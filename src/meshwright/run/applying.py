@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright._torch_private import leave_to_interpreter
 from meshwright.apply.data.optimizer import refuse_coupled
+from meshwright.apply.modules.synced_norms import synced_norms
 from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.shards.optimizer_state import OptimizerState
 from meshwright.apply.shards.state_dicts import StateGuard
@@ -69,6 +70,7 @@ def apply_plan(
     sentinel_every: int = DEFAULT_EVERY,
     on_finding: Literal["stop", "warn"] = "stop",
     rng: Literal["torch", "global"] = "global",
+    sync_batch_norm: bool = False,
 ) -> ParallelModel:
     """Lay a plain model over devices as the plan says, without changing what it computes.
 
@@ -99,6 +101,8 @@ def apply_plan(
             and adds it to the step's result.
         rng: What decides a forward's random numbers: "global", seed, step, the sample's place in the global batch, the call and
             the element's place, whatever the plan is; "torch", its generators, apart for each share of the batch.
+        sync_batch_norm: Whether `model.step` normalises over the samples of all ranks in torch's BatchNorm layers, as one device
+            does; else each rank normalises its own share. For plans of dp, ZeRO and tp with one micro-batch, without recompute.
 
     Returns:
         The model, ready for `step`.
@@ -130,7 +134,9 @@ def apply_plan(
         refuse_iterators(module, [] if loss_fn is None else [loss_fn], str(plan))
         refuse_class_identity(module, [] if loss_fn is None else [loss_fn], plan)
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
+    rule = LossRule(loss_fn, module, splitter)
     engine = build_engine(module, plan, world, chosen, splitter)
+    rule.norms = synced_norms(module, plan, engine.group, is_wanted=sync_batch_norm)
     built = build_optimizer(optimizer, module, may_fuse=plan.dp > 1 or plan.tp > 1 or plan.pp > 1)
     options = {
         "seed": seed,
@@ -149,7 +155,7 @@ def apply_plan(
     engine.adopt_optimizer(built)
     stepper = Stepper(
         engine,
-        LossRule(loss_fn, module, splitter),
+        rule,
         splitter,
         optimizer=built,
         micro_batches=plan.micro_batches,

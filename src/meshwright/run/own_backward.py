@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.errors import ApplyError
-from meshwright.run.agreement import raise_first
+from meshwright.run.agreement import raise_first, told_of
 from meshwright.run.loss_graph import LossGraph, foreign_error, foreign_parameters
 from meshwright.run.losses.loss import Loss
 from meshwright.run.sentinels.digest import digest_text
@@ -172,7 +172,7 @@ class OwnBackward(Generic[LoopT]):
         everyone.all_reduce(told)
         self._total, loss_sum, num_broken, codes, squares = told.tolist()
         if num_broken:
-            reasons = everyone.all_gather_json(self._broken and self._broken.message, device=device)
+            reasons = everyone.all_gather_json(told_of(self._broken), device=device)
             raise_first(reasons, self._broken, everyone.ranks)
         if round(squares) * everyone.size != round(codes) ** 2:
             self._raise_different()

@@ -28,7 +28,7 @@ from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hoo
 from meshwright.describe.batches import BatchSplitter, count_tokens, model_inputs
 from meshwright.errors import ApplyError, ConfigError, CorruptionError, NonFiniteError
 from meshwright.ranks.allocator import memory_returned
-from meshwright.run.agreement import Agreement, raise_first
+from meshwright.run.agreement import Agreement, raise_first, told_of
 from meshwright.run.diagnose import diagnose, unchanged_draws
 from meshwright.run.draws_of_work import DrawsOfWork
 from meshwright.run.gate import OptimizerGate
@@ -214,7 +214,7 @@ class Stepper:
     def refuse_early_change(self) -> None:
         """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
         broken = self._guard.find_change()
-        told = self.engine.everyone.all_gather_json(broken and broken.message, device=self.engine.device)
+        told = self.engine.everyone.all_gather_json(told_of(broken), device=self.engine.device)
         raise_first(told, broken, self.engine.everyone.ranks)
 
     def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:

@@ -41,6 +41,7 @@ def apply_config(config: TrainConfig, *, starts: bool = True) -> ParallelModel:
         sentinel_every=train.sentinel_every,
         on_finding=train.on_finding,
         rng=train.rng,
+        sync_batch_norm=train.sync_batch_norm,
     )
 
 

@@ -26,7 +26,7 @@ _CHANGEABLE = {
 }
 """What may be another after a stop, by section. What is added to a configuration must stay as it was, unless it stands here."""
 
-_SINCE = {("train", "rng"): "torch"}
+_SINCE = {("train", "rng"): "torch", ("train", "sync_batch_norm"): False}
 """Settings that former releases did not write, with what they did."""
 
 _SECTIONS = ("model", "data", "optimizer", "schedule", "train")

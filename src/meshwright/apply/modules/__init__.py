@@ -6,6 +6,7 @@ copies    copies of modules and arguments that share nothing but tensors
 forwards  another forward for one module, by a subclass
 hooks     hooks that are left behind where a module is copied
 compiled  modules that torch.compile has compiled
+synced_norms  BatchNorm over the samples of all ranks
 
 To replace a forward, use `forwards.py`, never an assignment to the instance.
 """

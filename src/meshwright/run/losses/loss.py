@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright._torch_private import without_dispatch_modes, without_function_modes
+from meshwright.apply.modules.synced_norms import SyncedNorms
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
@@ -84,6 +85,8 @@ class LossRule:
         """Whether a loss that parts of the batch do not give is an error; else it is a reason."""
         self.untried = ""
         """The reason that says so where the batch is cut and nothing could be tried: the model draws in eval mode, too."""
+        self.norms: SyncedNorms | None = None
+        """BatchNorm layers that normalise over all ranks' samples; None: over each rank's share."""
         self.reasons: tuple[str, ...] = ()
         """What is to be known of the loss, for people."""
 
@@ -100,10 +103,15 @@ class LossRule:
     def settle(self, counted: Counted | None, *, guards: Sequence[Guard] = (), reasons: Sequence[str] = ()) -> None:
         """Set what the mean is taken over; None keeps the assumption."""
         self._counted = counted or self._counted
-        self._guards, self.reasons, self.is_settled = tuple(guards), tuple(reasons), True
+        own = () if self.norms is None else (self.norms.reason,)
+        self._guards, self.reasons, self.is_settled = tuple(guards), (*own, *reasons), True
 
     def find_uneven(self, parts: Sequence[Any]) -> ApplyError | None:
-        """Return an error if the labels of these micro-batches do not fit the weights found on the first batch."""
+        """Return an error if the labels of these micro-batches do not fit the weights found on the first batch, or there are none
+        where each rank needs some.
+        """
+        if self.norms is not None and (empty := self.norms.find_empty(sum(map(self._splitter.count, parts)))):
+            return empty
         return find_uneven_labels(self._guards, parts, self._splitter) if self._guards else None
 
     def known_weight(self, batch: Any) -> float:

@@ -217,7 +217,8 @@ def _explain(dotted: str, problem: Any) -> tuple[str, str]:
     if kind == "extra_forbidden":
         known, above = _known_keys(location[:-1]), dotted.rpartition(".")[0]
         elsewhere = [f"{section}.{location[-1]}" for section in _SECTIONS if location[-1] in _known_keys((section,))]
-        close = closest_word(str(location[-1]), known)
+        likely = known if isinstance(problem.get("input"), bool) else _known_keys(location[:-1], switches=False)
+        close = closest_word(str(location[-1]), likely)
         there = closest_word(dotted, elsewhere) or (elsewhere[0] if len(elsewhere) == 1 else None)
         hint = f" (did you mean '{close or there}'?)" if close or there else ""
         meant = f"{above}.{close}".lstrip(".") if close else there
@@ -261,7 +262,8 @@ def _value_that_fits(dotted: str, problem: Any) -> str:
     return f"--set {dotted}={_EXAMPLES[dotted]}" if dotted in _EXAMPLES else f"leave out '{dotted}'"
 
 
-def _known_keys(location: Iterable[Any]) -> list[str]:
+def _known_keys(location: Iterable[Any], *, switches: bool = True) -> list[str]:
+    """Return the keys of a section; without `switches` those that take more than true or false."""
     kind: type[BaseModel] = TrainConfig
     for part in location:
         if isinstance(part, int):
@@ -273,7 +275,9 @@ def _known_keys(location: Iterable[Any]) -> list[str]:
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         kind = annotation
-    return list(_SECTIONS) if kind is TrainConfig else list(kind.model_fields)
+    if kind is TrainConfig:
+        return list(_SECTIONS)
+    return [name for name, field in kind.model_fields.items() if switches or field.annotation is not bool]
 
 
 def _place(path: Path, text: str, location: Sequence[Any]) -> str:

@@ -157,6 +157,8 @@ class TrainSection(_Section):
     """What a difference does, before the optimizer."""
     rng: Literal["torch", "global"] = "global"
     """What decides a forward's random numbers: seed, step, sample, call and element, whatever the plan; or torch's generators."""
+    sync_batch_norm: bool = False
+    """Whether BatchNorm layers normalise over the samples of all ranks, as one device does."""
     plan: Annotated[str, Field(min_length=1)] = "auto"
     """A plan's line, a preset, "auto", a plan's JSON file, or a DeepSpeed configuration's."""
     devices: PositiveInt | None = None

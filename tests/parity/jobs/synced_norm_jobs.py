@@ -1,0 +1,98 @@
+"""Training of models with BatchNorm whose ranks normalise over all samples of a batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshwright as mw
+
+
+class Images(nn.Module):
+    """Norms of images and of features: with a momentum, cumulative ones, without parameters, and without statistics."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.cumulative = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, momentum=None)
+        self.up, self.bare = nn.Linear(8, 16), nn.BatchNorm1d(16, affine=False)
+        self.stateless, self.drop = nn.BatchNorm1d(16, track_running_stats=False), nn.Dropout(rate)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.cumulative(self.second(x))).mean((2, 3))
+        return self.head(self.drop(self.stateless(torch.relu(self.bare(self.up(x))))))
+
+
+class Inside(nn.Module):
+    """A norm between two convolutions that tensor parallelism cuts together."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv1d(6, 32, 1), nn.BatchNorm1d(32), nn.Conv1d(32, 6, 1)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).repeat(1, 2, 1)
+        return self.head((x + self.down(torch.relu(self.norm(self.up(x))))).mean(2))
+
+
+MODELS: dict[str, Any] = {"images": Images, "dropping": functools.partial(Images, 0.3), "inside": Inside}
+
+
+def _build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def _loss(outputs: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs, pair[1])
+
+
+def _batch(step: int, count: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(count, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return images, torch.randint(0, 4, (count,), generator=generator)
+
+
+def plainly(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return losses and state of three steps in plain torch."""
+    model = _build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = _loss(model(_batch(step)[0]), _batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def train(
+    name: str, line: str, *, is_synced: bool = True, count: int = 7
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Return losses, state and reasons of three steps under a plan, with shares of unequal size."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    build = functools.partial(_build, name)
+    with mw.apply_plan(build, line, loss_fn=_loss, optimizer=sgd, sync_batch_norm=is_synced) as model:
+        losses = [model.step(mw.split_batch(_batch(step, count), model)).loss for step in range(3)]
+        return losses, model.full_state_dict(), list(model.plan.reasons)
+
+
+def whole_after_training(line: str) -> tuple[bool, Tensor]:
+    """Return whether a copy of a trained layer is torch's own to others, and the means of what it gives by itself."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    build = functools.partial(_build, "images")
+    with mw.apply_plan(build, line, loss_fn=_loss, optimizer=sgd, sync_batch_norm=True) as model:
+        model.step(mw.split_batch(_batch(0), model))
+        norm = copy.deepcopy(model.module.norm)
+        share = torch.arange(32.0, dtype=torch.float64).view(2, 8, 2) ** 0.5
+        is_users = isinstance(norm, nn.BatchNorm2d) and type(norm) == nn.BatchNorm2d  # noqa: E721
+        return is_users, norm(share[..., None]).mean((0, 2, 3)) - norm.bias

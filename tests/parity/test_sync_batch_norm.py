@@ -1,0 +1,56 @@
+"""BatchNorm over the samples of all ranks: one device's losses, gradients, running statistics; refused where it cannot be."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tests.parity.jobs import synced_norm_jobs as jobs
+from tests.tolerances import FLOAT64
+
+import meshwright as mw
+from meshwright import testing
+
+
+@pytest.mark.parametrize("name", ["images", "inside"])
+@pytest.mark.parametrize("line", ["dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=0", "dp=2,tp=2"])
+def test_is_one_device_s(line: str, name: str) -> None:
+    losses, state = jobs.plainly(name)
+    for found in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, name, line):
+        assert found[0] == pytest.approx(losses, rel=FLOAT64)
+        assert any("sync_batch_norm" in reason for reason in found[2])
+        for key, value in state.items():
+            torch.testing.assert_close(found[1][key], value, rtol=1e-11, atol=1e-13)
+
+
+def test_with_dropout_it_is_one_process_s() -> None:
+    losses, _, _ = testing.run_ranks(jobs.train, 1, "dropping", "single")[0]
+    for found in testing.run_ranks(jobs.train, 2, "dropping", "dp=2"):
+        assert found[0] == pytest.approx(losses, rel=FLOAT64)
+
+
+def test_without_it_each_rank_normalises_its_share() -> None:
+    losses, _ = jobs.plainly("images")
+    for found in testing.run_ranks(functools.partial(jobs.train, is_synced=False), 2, "images", "dp=2"):
+        assert abs(found[0][-1] - losses[-1]) > 1e-4
+
+
+@pytest.mark.parametrize("line", ["pp=2", "dp=2,micro_batches=2", "dp=2,recompute=full"])
+def test_is_refused_where_samples_come_in_parts(line: str) -> None:
+    for outcome in testing.run_outcomes(jobs.train, 2, "images", line):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "takes all samples of a step at once" in str(outcome.error)
+        assert "sync_batch_norm=False" in str(outcome.error)
+
+
+def test_a_rank_without_a_sample_is_refused_on_all_ranks_with_its_fix() -> None:
+    for outcome in testing.run_outcomes(functools.partial(jobs.train, count=2), 3, "images", "dp=3"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "at least 3 samples" in str(outcome.error)
+
+
+def test_a_layer_outside_of_steps_is_torch_s_own() -> None:
+    for is_own, result in testing.run_ranks(jobs.whole_after_training, 2, "dp=2"):
+        assert is_own
+        assert result.abs().max() < 1e-6  # of what it was given, on this rank
