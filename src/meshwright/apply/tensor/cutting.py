@@ -26,6 +26,7 @@ from meshwright.apply.tensor.roles import (
     shared_forward,
     unless_whole,
 )
+from meshwright.apply.tensor.stored import forget_graphs
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
 from meshwright.apply.tensor.whole import gather_parameter, share
 from meshwright.comm.communicator import Communicator
@@ -185,6 +186,8 @@ class Cutting:
         takes_whole = set() if chain is None else {id(self.module.get_submodule(n)) for n in chain.chain.whole_inputs}
         roles = {id(child := self.module.get_submodule(name)): (child, role) for name, role in region.roles.items()}
         for child, role in roles.values():
+            if role == "stored":
+                forget_graphs(child)
             if role in ("row", "sum", "vocabulary", "stored"):  # these roles change attributes while the module runs
                 self._change(
                     child, "__class__", with_repeated_forward(child, functools.partial(_repeated, role, running))

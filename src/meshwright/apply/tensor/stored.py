@@ -56,6 +56,17 @@ def stored_forward(original: Callable[..., Any], running: RunningRegion) -> Call
     return forward
 
 
+def forget_graphs(module: nn.Module) -> None:
+    """Detach what modules keep of computations before the plan, as hooks for the norm of weights do.
+
+    Their graph knows the parameters by whole shapes, and autograd would expect gradients of these for the parts.
+    """
+    for child in module.modules():
+        for key, value in vars(child).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                vars(child)[key] = value.detach()
+
+
 def _held(module: nn.Module, name: str) -> Any:
     path, _, own = name.rpartition(".")
     return module.get_submodule(path)._parameters.get(own)

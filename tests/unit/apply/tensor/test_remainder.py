@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.tensor.search.remainder import WHOLE_SHARE
 from meshwright.apply.tensor.search.search import Search
+from meshwright.apply.tensor.stored import forget_graphs
 from meshwright.apply.tensor.tensor_layout import Cut, TensorLayout
 
 
@@ -142,3 +143,15 @@ def test_what_a_plan_wishes_to_be_whole_does_not_count() -> None:
     layout = Search(model, 2, lambda copy: copy(x), wishes).layout()
     assert "8.weight" in layout.whole
     assert layout.whole["0.0.weight"] == "the plan says so"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_was_computed_of_whole_weights_is_kept_without_its_graph() -> None:
+    module = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    before = vars(module[0])["weight"]
+    assert before.grad_fn is not None
+    forget_graphs(module)
+    after = vars(module[0])["weight"]
+    assert after.grad_fn is None
+    assert torch.equal(after, before)
+    assert module[1].weight.requires_grad
