@@ -146,3 +146,12 @@ def test_another_call_than_a_slice_of_merged_rows_has_no_places() -> None:
     assert place_slice(1, (40, 2, 3), dims, forward, slicing) is None  # the whole
     assert place_slice(1, (20, 2, 3), SiteDims(0, num_dims=3, is_merged=True), forward, slicing) is None
     assert place_slice(1, (20, 2, 3), dims, ForwardDraws(0, 3), slicing) is None  # 40 rows of 3 samples
+
+
+def test_a_length_that_numbers_decide_is_no_cut() -> None:
+    dims = SiteDims(0, num_dims=3)
+    given = {"num_samples": 4, "slicing": None}
+    assert find_cut(dims, (4, 8, 20), [(4, 8, 26), (4, 8, 26)], 1, **given) == dims  # all ranks draw the whole
+    assert find_cut(dims, (4, 8, 20), [(4, 8, 9), (4, 8, 14)], 1, **given).is_apart
+    cut = find_cut(dims, (4, 8, 20), [(4, 4, 20), (4, 4, 20)], 1, **given)
+    assert cut.cut == DrawnPart(1, (4, 4), 1)
