@@ -50,6 +50,12 @@ def test_a_rank_without_a_sample_is_refused_on_all_ranks_with_its_fix() -> None:
         assert "at least 3 samples" in str(outcome.error)
 
 
+def test_an_evaluation_needs_no_sample_on_each_rank() -> None:
+    expected = testing.run_ranks(jobs.evaluated, 1, "single")[0]
+    for found in testing.run_ranks(jobs.evaluated, 3, "dp=3"):
+        assert found == pytest.approx(expected, rel=FLOAT64)
+
+
 def test_a_layer_outside_of_steps_is_torch_s_own() -> None:
     for is_own, result in testing.run_ranks(jobs.whole_after_training, 2, "dp=2"):
         assert is_own

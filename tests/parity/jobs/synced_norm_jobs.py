@@ -86,6 +86,15 @@ def train(
         return losses, model.full_state_dict(), list(model.plan.reasons)
 
 
+def evaluated(line: str) -> float:
+    """Return the loss of a batch of one sample after a step, which some ranks have no share of."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    build = functools.partial(_build, "inside")
+    with mw.apply_plan(build, line, loss_fn=_loss, optimizer=sgd, sync_batch_norm=True) as model:
+        model.step(mw.split_batch(_batch(0), model))
+        return model.evaluate(mw.split_batch(_batch(1, 2), model))["loss"]
+
+
 def whole_after_training(line: str) -> tuple[bool, Tensor]:
     """Return whether a copy of a trained layer is torch's own to others, and the means of what it gives by itself."""
     sgd = functools.partial(torch.optim.SGD, lr=0.1)

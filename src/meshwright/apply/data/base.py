@@ -117,6 +117,8 @@ class DataParallelEngine(Engine):
         return self._read_buffer_versions() != self._buffer_versions
 
     def looks_at_buffers(self, *, begins: bool) -> bool:
+        if not self._buffer_versions:
+            return False
         if begins:
             self._apart.begin(self.module)
         return self._apart.is_due

@@ -66,6 +66,7 @@ class SyncedNorms:
     """
 
     def __init__(self, module: nn.Module, group: Communicator) -> None:
+        self._module = module
         self._group = group
         self._owner: int | None = None
         """The thread whose forwards exchange now."""
@@ -90,8 +91,8 @@ class SyncedNorms:
             self._owner = None
 
     def find_empty(self, num_samples: int) -> ApplyError | None:
-        """Return an error for a rank that cannot join the exchanges: without a sample it runs no forward."""
-        if num_samples:
+        """Return an error for a rank that cannot join a step's exchanges: without a sample it runs no forward."""
+        if num_samples or not self._module.training:
             return None
         return ApplyError(
             f"this rank has no sample in its share of the batch, and '{self.names[0]}' normalises over the samples of all "
