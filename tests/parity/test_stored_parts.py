@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
-from tests.parity.jobs.stored_jobs import Trained, train
+from tests.parity.jobs.stored_jobs import Trained, go_on, train
 from tests.parity.models.stored_models import BLOCKS
 from tests.tolerances import FLOAT64
 
+import meshwright as mw
 from meshwright import testing
 
 
@@ -54,3 +56,12 @@ def test_two_ranks_that_repeat_forwards(name: str, line: str) -> None:
 def test_four_ranks(name: str, line: str) -> None:
     for found in testing.run_ranks(train, 4, name, line):
         check((found[0], {**single(name)[1], **found[1]}, *found[2:]), name)
+
+
+@pytest.mark.parametrize("name", ["recurrent", "experts"])
+def test_a_run_goes_on_under_other_plans(name: str, tmp_path: Path) -> None:
+    wanted = go_on(name, "single", str(tmp_path / "whole"), first=0, steps=6)
+    for place, line in enumerate(("tp=2", "dp=2,zero=1", "tp=2")):
+        job = functools.partial(go_on, name, line, str(tmp_path / "parts"), first=2 * place, steps=2)
+        for losses in testing.run_ranks(job, mw.Plan.parse(line).num_ranks):
+            assert losses == pytest.approx(wanted[2 * place : 2 * place + 2], rel=FLOAT64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import torch
 from tests.parity.models import stored_models
@@ -37,6 +38,19 @@ def train(name: str, line: str, num_steps: int = 3) -> Trained:
         values = {key: value.detach().clone() for key, value in model.module.named_parameters()}
     model.close()
     return losses, values, layouts, reasons
+
+
+def go_on(name: str, line: str, directory: str, *, first: int, steps: int) -> list[float]:
+    """Return the losses of steps from the checkpoint of step `first` in a directory on, or from the start, and save there."""
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+    build = functools.partial(stored_models.build, name)
+    with mw.apply_plan(build, line, loss_fn=_loss, optimizer=adamw, seed=3) as model:
+        if first:
+            assert mw.load_checkpoint(model, Path(directory)) == first
+        batches = [stored_models.batch(step) for step in range(first, first + steps)]
+        losses = [model.step(mw.split_batch(batch, model)).loss for batch in batches]
+        mw.save_checkpoint(model, Path(directory), step=first + steps)
+        return losses
 
 
 class Writes(nn.Module):
