@@ -194,9 +194,8 @@ def _note_plan(model: Any, found: dict[str, Any], gradients: dict[str, Any]) -> 
         blocks = {name: size for name, size in sizes.items() if _IN_A_BLOCK.search(name)} or sizes
         found["blocks"] = blocks
         found["cut"] = [name for name in blocks if layouts.get(name, "whole") != "whole"]
-        found["stored"] = [
-            name for name in blocks if layouts.get(name) == "stored"
-        ]  # of these: put together for each use
+        # Of these: put together for each use.
+        found["stored"] = [name for name in blocks if layouts.get(name) == "stored"]
 
 
 def _off(value: Tensor, right: Tensor) -> float:

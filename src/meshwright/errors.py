@@ -344,6 +344,16 @@ def instead_of(word: str, choices: Iterable[str]) -> str:
     return f"leave out '{word}'" if close is None else f"write '{close}'"
 
 
+def some_of(names: Sequence[str], most: int) -> str:
+    """Return the first names, and how many more there are.
+
+    >>> some_of(["a", "b", "c"], most=2), some_of(["a"], most=2)
+    ('a, b and 1 more', 'a')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def tensors_differ(lines: Sequence[str], most: int = 12) -> str:
     """Return how many tensors differ, and below it the first of the lines that say in what.
 

@@ -15,6 +15,7 @@ from meshwright.checkpoint.durable import read_small_file, told_of
 from meshwright.checkpoint.manifest import ITEM_BYTES, MOST_BYTES, Manifest
 from meshwright.checkpoint.open_checkpoint import MANIFEST_FILE
 from meshwright.checkpoint.step_directories import find_steps, refuse_other_name
+from meshwright.errors import some_of
 from meshwright.units import format_bytes
 
 __all__: list[str] = []
@@ -81,17 +82,12 @@ def _head(steps: Sequence[Path], manifest: Manifest) -> list[str]:
         ("state", "; ".join(_state(manifest)) or "none"),
     ]
     if len(steps) > 1:
-        rows.insert(1, ("older", _cut_text([older.name for older in steps[1:]], 8)))
+        rows.insert(1, ("older", some_of([older.name for older in steps[1:]], 8)))
     return [f"{name:<12}{text}" for name, text in rows]
 
 
 def _first(items: Iterable[Any], most: int) -> list[Any]:
     return [item for item, _ in zip(items, range(most), strict=False)]
-
-
-def _cut_text(words: Sequence[str], most: int) -> str:
-    rest = len(words) - most
-    return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _groups(manifest: Manifest) -> list[tuple[str, int, int]]:
@@ -109,7 +105,7 @@ def _state(manifest: Manifest) -> list[str]:
     texts = []
     for key, value in manifest.state.items():
         if isinstance(value, dict):
-            text = _cut_text([str(name)[:_MOST_TEXT] for name in value], 6)
+            text = some_of([str(name)[:_MOST_TEXT] for name in value], 6)
         else:
             text = f"{len(value)} entries" if isinstance(value, list) else str(value)[:_MOST_TEXT]
         texts.append(printable(f"{key}: {text}" if text else key))

@@ -11,6 +11,7 @@ from meshwright.describe.flow import ProductFlow, core_steps
 from meshwright.describe.ownership import Ownership
 from meshwright.describe.per_sample import Samples
 from meshwright.describe.recorder import ForwardRecorder, LayerCall, Step
+from meshwright.errors import some_of
 from meshwright.spec.layer import HostCalls, LayerBond, LayerSpec, SharedParameter
 from meshwright.spec.operator import CONVOLUTION, OperatorSpec, Split
 from meshwright.units import format_bytes
@@ -121,9 +122,8 @@ class LayerAssembly:
         made = [self._layer(name, found) for name, found in by_layer.items()]
         self._note_what_is_fixed(made)
         if self._idle:
-            listed = ", ".join(f"'{name}'" for name in self._idle[:5])
-            more = "" if len(self._idle) <= 5 else f" and {len(self._idle) - 5} more"
-            self.notes.append(f"with this batch {listed}{more} did not run: parameters are counted, work is not")
+            listed = some_of([f"'{name}'" for name in self._idle], 5)
+            self.notes.append(f"with this batch {listed} did not run: parameters are counted, work is not")
         if self._flow.num_pairs:
             self.notes.append(
                 f"for tensor parallelism, pairs of column and row products are proposed: {self._flow.num_pairs}; only the "

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.modules.synced_norms import BATCH_NORMS
 from meshwright.describe.batches import model_inputs, refuse_strange_entries
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, some_of
 from meshwright.measure.noise import largest_moves
 from meshwright.measure.oracle import (
     ModuleOutputs,
@@ -41,7 +42,6 @@ from meshwright.trees import map_tensors
 __all__: list[str] = []
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DIGEST_LENGTH = 16
 """Hexadecimal digits of a digest: 64 bits [count]."""
 _Reasons = tuple[list[str], list[str]]
@@ -345,13 +345,13 @@ def _explain(
     dropped = turn_off_dropout(model)
     if dropped and not build.draws:
         notes.append(
-            f"dropout is switched off here ({_some(dropped)}): in training every rank draws its own mask, so runs with"
+            f"dropout is switched off here ({some_of(dropped, 3)}): in training every rank draws its own mask, so runs with"
             " dropout agree in distribution, not number by number"
         )
-    batch_norms = [name for name, m in model.named_modules() if isinstance(m, _BATCH_NORMS)]
+    batch_norms = [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS)]
     if batch_norms:
         notes.append(
-            f"batch normalisation ({_some(batch_norms)}): each rank normalises its own micro-batch and the running"
+            f"batch normalisation ({some_of(batch_norms, 3)}): each rank normalises its own micro-batch and the running"
             " statistics follow rank 0, so equality with one device is not to be expected (apply_plan's sync_batch_norm=True"
             " normalises over all ranks' samples)"
         )
@@ -386,7 +386,3 @@ def _try_forward(model: nn.Module, batch: Any, loss_fn: Any, dtype: torch.dtype)
         raise
     finally:
         torch.set_rng_state(before)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

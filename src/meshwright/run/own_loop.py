@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.apply.modules.synced_norms import BATCH_NORMS
 from meshwright.apply.norm import clip_, values_of
 from meshwright.apply.randomness.sites import StepDraws, repeats_recognised
 from meshwright.apply.shards.gradient_hooks import UserHook, guard_step_hooks, is_ours
@@ -35,8 +36,6 @@ from meshwright.trees import map_tensors, tensors_in
 __all__: list[str] = []
 
 FIX_PLAN = "call model.step(batch), or use a plan of dp, zero and tp for an own loop"
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 _LIVE: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
 
@@ -163,7 +162,7 @@ class OwnLoop:
             return
         self._has_told_of_norms = True
         layers = self.engine.module.named_modules()
-        name = next((name for name, layer in layers if isinstance(layer, _NORMS) and layer.training), None)
+        name = next((name for name, layer in layers if isinstance(layer, BATCH_NORMS) and layer.training), None)
         if name is not None:
             self._tell(
                 f"batch: '{name}' normalises over each rank's share of the batch, and its statistics follow rank 0's"

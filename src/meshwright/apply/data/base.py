@@ -135,11 +135,14 @@ class DataParallelEngine(Engine):
             ApplyError: A persistent buffer differs in shape or dtype between ranks, or exists only on some.
         """
         common = self._common_buffers()
-        before = dict(self._buffer_versions)
-        written = {key for key, version in self._read_buffer_versions() if before.get(key) != version}
-        if self._apart.look(self.module, common, written):
+        if self._apart.look(self.module, common, self._written_buffers):
             make_copies_equal(common, self.group)
         self.note_buffers()
+
+    def _written_buffers(self) -> set[int]:
+        """Return the ids of buffers of which torch has counted a write since they were equal."""
+        before = dict(self._buffer_versions)
+        return {key for key, version in self._read_buffer_versions() if before.get(key) != version}
 
     def _common_buffers(self) -> list[torch.Tensor]:
         """Return the buffers with the same shape and dtype on all ranks."""

@@ -7,13 +7,14 @@ are known for it; of others the plan's reasons tell. The count of a tensor's wri
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.apply.state.buffers import buffer_digests
 from meshwright.comm.communicator import Communicator
+from meshwright.errors import some_of
 
 __all__: list[str] = []
 
@@ -48,17 +49,18 @@ class BuffersApart:
         if self._group.size > 1 and self._left:
             self._before = {name: digest for name, _, _, digest in buffer_digests(module)}
 
-    def look(self, module: nn.Module, common: Collection[Tensor], written: Collection[int]) -> bool:
+    def look(self, module: nn.Module, common: Collection[Tensor], find_written: Callable[[], set[int]]) -> bool:
         """Compare the buffers that all ranks have, and tell whether they have to be made equal; every rank calls it.
 
         Args:
             module: The model.
             common: Buffers with one shape and dtype on all ranks.
-            written: The ids of buffers of which torch has counted a write since they were equal.
+            find_written: Returns the ids of buffers of which torch has counted a write since they were equal.
         """
         if self._group.size == 1 or not self._left:
             return True
         self._left -= 1
+        written = find_written()
         wanted = {id(tensor) for tensor in common}
         found = [(name, t, is_norm, digest) for name, t, is_norm, digest in buffer_digests(module) if id(t) in wanted]
         own = {name: (digest, id(buffer) in written, self._before.get(name)) for name, buffer, _, digest in found}
@@ -78,10 +80,9 @@ class BuffersApart:
 
     def _tell(self, apart: list[str]) -> None:
         if apart and not self.reasons:
-            more = f" and {len(apart) - _MOST_SHOWN} more" if len(apart) > _MOST_SHOWN else ""
-            names = ", ".join(f"'{name}'" for name in apart[:_MOST_SHOWN])
+            names = some_of([f"'{name}'" for name in apart], _MOST_SHOWN)
             self.reasons = (
-                f"buffers: the forward changes {names}{more} by the samples of each rank, and all take rank 0's: they are not "
+                f"buffers: the forward changes {names} by the samples of each rank, and all take rank 0's: they are not "
                 "one device's, nor is what is computed with them; keep them outside of the model by what meshwright.gather_batch "
                 "gives, or leave the batch whole (dp=1; tp and pp do)",
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from meshwright.apply.tensor.part import Part
 from meshwright.apply.tensor.tensor_layout import TensorLayout
+from meshwright.errors import some_of
 
 __all__: list[str] = []
 
@@ -28,16 +29,16 @@ def reasons_of(layout: TensorLayout, sizes: Mapping[str, int], num_ranks: int, p
     stored = [name for name, (region, _) in cuts.items() if region.is_stored and name in sizes]
     if stored:
         share = sum(sizes[name] for name in stored) / total
-        shown = ", ".join(stored[:4]) + (f" and {len(stored) - 4} more" if len(stored) > 4 else "")
-        lines.append(f"kept in parts, and put together for each use, {share:.1%} of the parameters: {shown}")
+        lines.append(
+            f"kept in parts, and put together for each use, {share:.1%} of the parameters: {some_of(stored, 4)}"
+        )
     for what, held in (("whole", layout.whole), ("cut layer by layer, with an exchange each", layout.alone)):
         by_reason: dict[str, list[str]] = {}
         for name, reason in held.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, names in by_reason.items():
             share = sum(sizes.get(name, 0) for name in names) / total
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            lines.append(f"{what}, {share:.1%} of the parameters: {shown}: {reason}")
+            lines.append(f"{what}, {share:.1%} of the parameters: {some_of(names, 4)}: {reason}")
     for part in parts:
         for reason in part.guard.reasons if part.guard is not None else ():
             lines.append(f"'{part.name}' runs whole for calls that are not proven: {reason}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.buffers import buffer_digests
+from meshwright.errors import some_of
 from meshwright.run.losses.loss import LossRule
 
 __all__: list[str] = []
@@ -60,9 +61,8 @@ class BufferCalls:
             self._tell(found)
 
     def _tell(self, found: list[str]) -> None:
-        more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
-        names = ", ".join(f"'{name}'" for name in found[:_MOST_SHOWN])
+        names = some_of([f"'{name}'" for name in found], _MOST_SHOWN)
         self._rule.reasons += (
-            f"buffers: the forward of each micro-batch changes {names}{more}, where one device's forward changes them once in a "
+            f"buffers: the forward of each micro-batch changes {names}, where one device's forward changes them once in a "
             "step: they are not one device's, nor is what is computed with them; micro_batches=1 is",
         )
