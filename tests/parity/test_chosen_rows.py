@@ -41,6 +41,10 @@ def test_one_process(name: str, line: str) -> None:
         ("mask", "pp=2,micro_batches=2"),
         ("edges", "dp=2,micro_batches=2"),
         ("unpadded alone", "dp=2"),
+        ("unpadded trim", "tp=2"),
+        ("unpadded pack", "dp=2,zero=3,whole_below=0"),
+        ("unpadded pack sorted", "tp=2,recompute=full"),
+        ("flattened", "dp=2"),
     ],
 )
 def test_two_ranks(name: str, line: str) -> None:
@@ -48,13 +52,27 @@ def test_two_ranks(name: str, line: str) -> None:
         check(found, single(name))
 
 
-def test_one_sample_of_each_rank() -> None:
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("unpadded ")])
+def test_one_sample_at_a_time(name: str) -> None:
     """Any number of rows is one sample's: without padding in the first batch, places of rows were taken to be plain ones."""
+    options = {"count": 2, "every": 0, "grows": False}
+    check(train(name, "micro_batches=2", **options), train(name, "single", **options))
+
+
+def test_one_sample_of_each_rank() -> None:
+    """As above, with a rank for each sample."""
     wanted = train("unpadded alone", "single", count=2, every=0, grows=False)
     for found in testing.run_ranks(
         functools.partial(train, count=2, every=0, grows=False), 2, "unpadded alone", "dp=2"
     ):
         check(found, wanted)
+
+
+def test_rows_without_an_index_are_told() -> None:
+    """Slices of samples that are put together: without padding in the first batch, their number is all that shows."""
+    reasons = train("unpadded join", "micro_batches=2", count=2, grows=False)[2]
+    assert any("another number of rows for each sample" in reason for reason in reasons)
+    assert not train("unpadded join", "micro_batches=2", steps=1)[2]
 
 
 def test_rows_of_equal_number_are_told() -> None:

@@ -323,6 +323,9 @@ class DrawTrials:
             dims = find_dims([(whole.num_samples, note.shape), *shapes], may_vary=True)
             if dims is None:
                 continue
+            if dims.dim is not None and dims.is_merged:
+                rows = (note.shape[dims.dim] // whole.num_samples, *note.sizes)
+                dims = dataclasses.replace(dims, rows=(rows,))
             before = found.dims.setdefault(call, dataclasses.replace(dims, kind=note.kind))
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
                 found.unclear.append(f"draw {call[1]} of {called(call[0])}")

@@ -17,7 +17,7 @@ from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.row_choices import watch_choices
-from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_cut, from_rows, to_rows
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_cut, from_rows, of_all_ranks, to_rows
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.tensor.guards.part_guard import denials_kept
@@ -362,11 +362,7 @@ class GlobalDraws:
         rows = [row for _, row in told if row]
         self.losses = [row[6].pop(0) for row in rows]
         self.has_draws = any(row[0] for row in rows) or not rows
-        merged: dict[Call, SiteDims | None] = {}
-        for row in rows:
-            for call, dims in from_rows(row[2]).items():
-                merged[call] = dims if merged.setdefault(call, dims) == dims else None
-        self.dims = {call: dims for call, dims in merged.items() if dims is not None}
+        self.dims = of_all_ranks([from_rows(row[2]) for row in rows])
         if any(own.is_merged for own in self.dims.values()):
             watch_choices()
         self._inside.update({(name, number): counts for row in rows for name, number, counts in row[3]})

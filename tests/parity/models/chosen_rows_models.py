@@ -126,6 +126,68 @@ class WithoutPadding(nn.Module):
         return self.head(torch.zeros_like(x).flatten(0, 1).index_copy(0, places, rows).view(x.shape).sum(1))
 
 
+class Unpadded(nn.Module):
+    """Layers with dropout on the rows of sequences that are no padding, taken in one of many ways.
+
+    Args:
+        way: "select" with a mask for each row, "repeat" with one for each element, "gather", "along", "trim" by a mask of the
+            longest sample's length; "pack", "pack time" with the steps first, "pack sorted" after the script has sorted samples;
+            "join" puts slices together, which nothing follows.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.before, self.layer, self.head = nn.Linear(WIDTH, WIDTH), Expert(), nn.Linear(WIDTH, 3)
+
+    def take(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Return the rows of `mask` (samples, steps)."""
+        flat, places = x.flatten(0, 1), mask.flatten().nonzero()
+        if self.way in ("select", "repeat"):
+            wide = mask[..., None] if self.way == "select" else mask[..., None].repeat(1, 1, WIDTH)
+            return (x.masked_select(wide) if self.way == "select" else x[wide]).view(-1, WIDTH)
+        if self.way in ("gather", "along"):
+            return flat.gather(0, places.expand(-1, WIDTH)) if self.way == "gather" else flat.take_along_dim(places, 0)
+        if self.way == "join":
+            return torch.cat([own[:length] for own, length in zip(x, mask.sum(1).tolist(), strict=True)])
+        return x[mask]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample, whose padding is zero."""
+        mask = x[..., 0] != 0
+        if self.way.startswith("pack"):
+            return self.head(self.on_packed(x, mask.sum(1).cpu()).sum(1))
+        if self.way == "trim":
+            longest = int(mask.sum(1).max())
+            x, mask = x[:, :longest], mask[:, :longest]
+        rows = self.layer(self.before(self.take(x, mask)))
+        return self.head(torch.zeros_like(x).index_put((mask,), rows).sum(1))
+
+    def on_packed(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Return the result of the layers on packed sequences, as padded ones."""
+        options = {"batch_first": self.way != "pack time", "enforce_sorted": self.way == "pack sorted"}
+        order = lengths.argsort(descending=True) if options["enforce_sorted"] else torch.arange(len(x))
+        ready = self.before(x[order])
+        given = ready.transpose(0, 1) if self.way == "pack time" else ready
+        packed = nn.utils.rnn.pack_padded_sequence(given, lengths[order], **options)
+        packed = packed._replace(data=self.layer(packed.data))
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0][order.argsort()]
+
+
+class Flattened(nn.Module):
+    """Layers on the steps of all samples, beside each other, and on windows of two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.window, self.head = Expert(), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample."""
+        rows = self.layer(x.flatten(0, 1))
+        windows = F.dropout(self.window(rows.view(-1, 2 * WIDTH)), 0.2, self.training)
+        return self.head(rows.view(x.shape).sum(1) + windows.view(len(x), -1, WIDTH).sum(1))
+
+
 class WithoutPaddingIfAny(WithoutPadding):
     """Leaves padding out where there is some."""
 
@@ -188,18 +250,27 @@ def moe(way: str) -> Callable[[], nn.Module]:
     return lambda: Moe(way)
 
 
+def unpadded(way: str) -> Callable[[], nn.Module]:
+    """Return what builds a model without padding."""
+    return lambda: Unpadded(way)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{way: moe(way) for way in ("loop", "mask", "inline", "sorted", "many")},
     "edges": OverEdges,
     "unpadded": WithoutPadding,
     "unpadded alone": lambda: WithoutPadding(Expert(), Expert()),
     "unpadded twice": Routed,
+    **{f"unpadded {way}": unpadded(way) for way in ("select", "repeat", "gather", "along", "trim", "pack")},
+    **{f"unpadded {way}": unpadded(way) for way in ("pack time", "pack sorted")},
+    "flattened": Flattened,
 }
 
 TOLD: dict[str, Callable[[], nn.Module]] = {
     "parts": AllPartsFirst,
     "unpadded if any": lambda: WithoutPaddingIfAny(Expert()),
     "unpadded sorted": Sorted,
+    "unpadded join": unpadded("join"),
 }
 """Models whose rows are told apart by their number alone; or chosen in no trial."""
 
@@ -207,7 +278,8 @@ TOLD: dict[str, Callable[[], nn.Module]] = {
 def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
     """Return samples and labels."""
     generator = torch.Generator().manual_seed(100 + step)
-    shape = (count, NODES, LENGTH) if name == "edges" else (count, LENGTH, WIDTH)
+    length = LENGTH - 2 * (step % 2) if name == "flattened" else LENGTH
+    shape = (count, NODES, LENGTH) if name == "edges" else (count, length, WIDTH)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if name == "parts":  # as many rows for each layer, but not in the first batch
         numbers = torch.arange(LENGTH) // 2 * torch.ones(count, 1)

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class ChosenByIndex:
         versions: Of the indices, by which a later write is known.
         among: The choice that has made the rows among which this one chooses.
         is_unclear: Whether it may choose among rows that an earlier choice has left, and nothing shows it.
+        is_packed: Whether torch has packed sequences: step by step, in the order in which their samples lie.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ChosenByIndex:
     versions: tuple[int, ...]
     among: ChosenByIndex | None
     is_unclear: bool = False
+    is_packed: bool = False
     found: Tensor | None = None
 
     @property
@@ -74,7 +76,9 @@ class ChosenByIndex:
 
     @property
     def is_ascending(self) -> bool:
-        """Whether it has chosen rows in their order."""
+        """Whether it has chosen rows in their order, or in that of packed sequences."""
+        if self.is_packed:
+            return True
         sources = self.sources()
         return bool((sources[1:] > sources[:-1]).all())
 
@@ -135,8 +139,9 @@ class ChosenRows:
 
     def __init__(self) -> None:
         self._choices: collections.deque[ChosenByIndex] = collections.deque(maxlen=_MOST_KEPT)
-        self._drawn: dict[tuple[str, int], Tensor] = {}
-        self._places: dict[Call, tuple[RowPlaces, int]] = {}
+        self._drawn: dict[str, Tensor] = {}
+        """How often each row of each sample has drawn in a module: the samples innermost [count]."""
+        self._places: dict[Call, RowPlaces] = {}
 
     def again(self) -> ChosenRows:
         """Return the same at this place of the forward, to go on with."""
@@ -165,16 +170,39 @@ class ChosenRows:
             indices: Of these dims; or one mask of all of them.
             dim: The dim of it that holds the rows.
         """
-        versions = tuple(index._version for index in indices)
-        memory, place = (
-            StorageWeakRef(result.untyped_storage()),
-            (int(result.storage_offset()), int(result.stride(dim))),
-        )
         among, is_unclear = self._among(name, tensor, math.prod(sizes))
-        chosen = ChosenByIndex(
-            name, tuple(indices), tuple(sizes), result.shape[dim], memory, *place, versions, among, is_unclear
-        )
-        self._choices.append(chosen)
+        self._keep(name, result, dim, tuple(sizes), tuple(indices), among=among, is_unclear=is_unclear)
+
+    def note_packing(self, name: str, tensor: Tensor, result: Tensor, batch_sizes: Tensor) -> None:
+        """Remember sequences that were packed: a choice of their entries, step by step.
+
+        Args:
+            name: The module whose code packs.
+            tensor: The sequences (samples, steps, ...), in the order in which they were packed.
+            result: Their entries (entries, ...).
+            batch_sizes: Samples of each step [count].
+        """
+        num_samples = len(tensor)
+        steps, samples = rows_of_pack(batch_sizes)
+        moved = [choice for choice in self._alike({num_samples}) if choice.num_sources == num_samples]
+        order = next((choice for choice in moved if choice.rows_in(tensor) == slice(0, num_samples)), None)
+        # Samples that the script has sorted went through a layer since; as many steps as samples may have been turned.
+        is_unclear = order is None and tensor.shape[1] == num_samples and not all(one.is_in_order for one in moved)
+        order = order or next(iter(moved), None)
+        if order is not None:
+            samples = order.sources().cpu()[samples]
+        places = (steps.to(result.device), samples.to(result.device))
+        sizes = (len(batch_sizes), num_samples)
+        self._keep(name, result, 0, sizes, places, is_unclear=is_unclear, is_packed=True)
+
+    def _keep(
+        self, name: str, result: Tensor, dim: int, sizes: tuple[int, ...], indices: tuple[Tensor, ...], **others: Any
+    ) -> None:
+        place = (int(result.storage_offset()), int(result.stride(dim)))
+        versions = tuple(index._version for index in indices)
+        memory = StorageWeakRef(result.untyped_storage())
+        others = {"among": None, **others}
+        self._choices.append(ChosenByIndex(name, indices, sizes, result.shape[dim], memory, *place, versions, **others))
 
     def _among(self, name: str, tensor: Tensor, num_rows: int) -> tuple[ChosenByIndex | None, bool]:
         """Return the choice that has made the rows of a tensor, and whether some choice may have without a sign of it."""
@@ -250,8 +278,8 @@ class ChosenRows:
         first: int,
         num_samples: int,
         row_stride: int,
-    ) -> tuple[RowPlaces, int] | None:
-        """Return the places of the rows that draw now, and how many rows a sample has; None where no choice is known.
+    ) -> RowPlaces | None:
+        """Return the places of the rows that draw now; None where no choice is known.
 
         The index of a row is that of the row among its sample's.
 
@@ -266,39 +294,46 @@ class ChosenRows:
         """
         known = self._places.get(call)
         if known is not None:
-            return known if len(known[0].samples) == num_rows else None
+            return known if len(known.samples) == num_rows else None
         with torch.no_grad(), draws_untouched():
             found = self._find(dims, num_rows, given)
             if found is None or found[0].is_unclear or found[0].num_sources % num_samples:
                 return None
             if not found[0].is_unchanged or (dims.is_in_order and not found[0].is_ascending):
                 return None
-            places, each = self._places_of(
-                *found, call[0], is_minor=dims.is_minor, first=first, num_samples=num_samples
-            )
-            if each * row_stride >> INDEX_BITS:
+            if found[0].num_sources // num_samples * row_stride >> INDEX_BITS:
                 return None
-            self._places[call] = RowPlaces(places.samples, places.indices * row_stride), each
+            places = self._places_of(*found, call[0], is_minor=dims.is_minor, first=first, num_samples=num_samples)
+            self._places[call] = RowPlaces(places.samples, places.indices * row_stride)
         return self._places[call]
 
     def _places_of(
         self, choice: ChosenByIndex, rows: slice, name: str, *, is_minor: bool, first: int, num_samples: int
-    ) -> tuple[RowPlaces, int]:
+    ) -> RowPlaces:
         sources = choice.sources()[rows].contiguous()
         each = choice.num_sources // num_samples
-        counts = self._drawn.get((name, each))
-        if counts is None:
-            counts = self._drawn[name, each] = sources.new_zeros(choice.num_sources)
+        # By sample and row, in whatever tensor it lies: how long the others are, or another choice's samples, changes no turn.
+        counts = self._drawn.get(name, sources.new_zeros(0))
+        if len(counts) < choice.num_sources:
+            counts = torch.cat([counts, counts.new_zeros(choice.num_sources - len(counts))])
+        self._drawn[name] = counts
         if sources.device.type == "cpu" and native.library() is not None:
             given = {"each": each, "num_samples": num_samples, "is_minor": is_minor, "first": first}
-            return RowPlaces(*native.place_chosen_rows(sources, counts, **given, turn_bits=_TURN_BITS)), each
+            return RowPlaces(*native.place_chosen_rows(sources, counts, **given, turn_bits=_TURN_BITS))
         if is_minor:
             samples, own = sources % num_samples, sources // num_samples
         else:
             samples, own = sources // each, sources % each
-        turns = counts[sources] + _turns(sources)
-        counts.index_add_(0, sources, torch.ones_like(sources))
-        return RowPlaces((samples + first + (turns << _TURN_BITS)).contiguous(), own.contiguous()), each
+        places = own * num_samples + samples
+        turns = counts[places] + _turns(places)
+        counts.index_add_(0, places, torch.ones_like(places))
+        return RowPlaces((samples + first + (turns << _TURN_BITS)).contiguous(), own.contiguous())
+
+
+def rows_of_pack(batch_sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the step and the sample of each entry of packed sequences, by the samples of each step [count]: int64."""
+    steps = torch.arange(len(batch_sizes)).repeat_interleave(batch_sizes)
+    return steps, torch.arange(len(steps)) - (batch_sizes.cumsum(0) - batch_sizes).repeat_interleave(batch_sizes)
 
 
 def row_dims(shape: Sequence[int]) -> list[int]:

@@ -151,7 +151,7 @@ def place_chosen_rows(
 
     Args:
         sources: Each row's number among those that were there to choose: contiguous int64, one dim.
-        counts: How often each of these has drawn before: the like, raised here.
+        counts: How often each row of each sample has drawn before, the samples innermost: the like, raised here.
         each: Rows of a sample [count].
         num_samples: Of the forward [count].
         is_minor: Whether the rows of a sample lie `num_samples` apart, not beside each other.

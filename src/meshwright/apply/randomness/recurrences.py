@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from meshwright._torch_dispatch import cudnn_rnn, draws_untouched
 from meshwright._torch_private import MODULE_CALL, RECURRENCES
 from meshwright.apply.randomness import distributions
+from meshwright.apply.randomness.chosen_rows import rows_of_pack
 from meshwright.apply.randomness.philox import NO_SAMPLE, Level, index_strides, merge_levels
 from meshwright.apply.randomness.sites import place_of_draw
 
@@ -120,8 +121,7 @@ def bernoulli_of_pack(out: Tensor, p: float, packed: PackedSequence) -> Any:
         dataclasses.replace(place, levels=merge_levels(inner if is_common else [Level(num_samples, 1, 0), *inner])),
         p,
     )
-    steps = torch.arange(num_steps).repeat_interleave(sizes)
-    samples = torch.arange(len(steps)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    steps, samples = rows_of_pack(sizes)
     if packed.sorted_indices is not None:
         samples = packed.sorted_indices.cpu()[samples]
     drawn = made[samples.to(out.device), steps.to(out.device)]

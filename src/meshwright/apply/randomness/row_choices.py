@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_dispatch import also_replace, draws_untouched, is_fake_mode_on, is_transformed
-from meshwright.apply.randomness.sites import note_choice
+from meshwright.apply.randomness.sites import choosing
 
 __all__: list[str] = []
 
@@ -22,7 +23,16 @@ _WHOLE: Final = (torch.int64, torch.int32)
 @functools.cache
 def watch_choices() -> None:
     """See choices of rows, from now on in this process: about ten microseconds for each, inside of `sites.in_step` alone."""
-    also_replace({"index.Tensor": _index, "index_select": _index_select})
+    also_replace(
+        {
+            "index.Tensor": _index,
+            "index_select": _index_select,
+            "masked_select": _masked_select,
+            "gather": _gather,
+            "take_along_dim": _take_along,
+            "_pack_padded_sequence": _pack,
+        }
+    )
 
 
 def _is_plain(*tensors: Tensor) -> bool:
@@ -38,9 +48,12 @@ def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         return result
     first, shape = given[0], tensor.shape
     if first.dtype == torch.bool and len(given) == 1:
-        note_choice(tensor, result, sizes=shape[dims[0] : dims[0] + first.dim()], indices=given, dim=dims[0])
+        if dims[0] == 0 and first.dim() == tensor.dim():
+            _note_mask(tensor, result, first)
+        else:
+            _note(tensor, result, sizes=shape[dims[0] : dims[0] + first.dim()], indices=given, dim=dims[0])
     elif all(index.dtype in _WHOLE and index.shape == first.shape and index.dim() == 1 for index in given):
-        note_choice(tensor, result, sizes=[shape[dim] for dim in dims], indices=given, dim=dims[0])
+        _note(tensor, result, sizes=[shape[dim] for dim in dims], indices=given, dim=dims[0])
     return result
 
 
@@ -48,5 +61,75 @@ def _index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     with draws_untouched():
         result: Tensor = _aten.index_select.default(tensor, dim, index)
     if tensor.dim() and index.dim() == 1 and _is_plain(tensor, index):
-        note_choice(tensor, result, sizes=[tensor.shape[dim]], indices=[index], dim=dim)
+        _note(tensor, result, sizes=[tensor.shape[dim]], indices=[index], dim=dim)
     return result
+
+
+def _note(tensor: Tensor, result: Tensor, *, sizes: Sequence[int], indices: Sequence[Tensor], dim: int) -> None:
+    """Remember a choice of rows; as for `ChosenRows.note`."""
+    found = None if isinstance(tensor, nn.Parameter) else choosing()  # a table's rows are no samples'
+    if found is not None:
+        found[0].note(found[1], tensor, result, sizes=sizes, indices=indices, dim=dim)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    with draws_untouched():
+        result: Tensor = _aten.masked_select.default(tensor, mask)
+    if _is_plain(tensor, mask):
+        _note_mask(tensor, result, mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape)))
+    return result
+
+
+def _note_mask(tensor: Tensor, result: Tensor, mask: Tensor) -> None:
+    """Note elements that a mask has chosen: rows, where it is the same for all elements of a row."""
+    rows = _without_repeats(mask)
+    _note_rows(tensor, result, mask, rows)
+    if rows is mask and rows.dim() > 1 and rows.numel():
+        with draws_untouched():  # repeated for the elements of a row in memory, too
+            is_repeated = bool((rows == rows[..., :1]).all())
+        if is_repeated:
+            _note_rows(tensor, result, mask, rows.select(-1, 0))
+
+
+def _note_rows(tensor: Tensor, result: Tensor, mask: Tensor, rows: Tensor) -> None:
+    width = math.prod(mask.shape[rows.dim() :])
+    if rows.dim() and width:
+        _note(tensor, result.view(-1, width), sizes=rows.shape, indices=[rows], dim=0)
+
+
+def _without_repeats(index: Tensor) -> Tensor:
+    """Return an index without the last dims along which it was expanded."""
+    while index.dim() > 1 and (index.shape[-1] == 1 or index.stride(-1) == 0):
+        index = index.select(-1, 0) if index.shape[-1] else index.new_empty(0)
+    return index
+
+
+def _gather(tensor: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    with draws_untouched():
+        result: Tensor = _aten.gather.default(tensor, dim, index, sparse_grad=sparse_grad)
+    _note_places(tensor, result, dim, index)
+    return result
+
+
+def _take_along(tensor: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    with draws_untouched():
+        result: Tensor = _aten.take_along_dim.default(tensor, indices, dim)
+    if dim is not None:
+        _note_places(tensor, result, dim, indices)
+    return result
+
+
+def _note_places(tensor: Tensor, result: Tensor, dim: int, index: Tensor) -> None:
+    """Note elements that indices have chosen along the first dim: rows, where these are the same for all elements of a row."""
+    rows = _without_repeats(index)
+    if tensor.dim() and dim % tensor.dim() == 0 and rows.dim() == 1 and _is_plain(tensor, index):
+        _note(tensor, result, sizes=[tensor.shape[0]], indices=[rows], dim=0)
+
+
+def _pack(tensor: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    with draws_untouched():
+        result, sizes = _aten._pack_padded_sequence.default(tensor, lengths, batch_first)
+    found = choosing() if _is_plain(tensor) else None
+    if found is not None:
+        found[0].note_packing(found[1], tensor if batch_first else tensor.transpose(0, 1), result, sizes)
+    return result, sizes

@@ -55,6 +55,8 @@ class SiteDims:
     """Whether the index left no row out in the first batch, so that only rows in their order are known to be followed."""
     is_beside: bool = False
     """Whether an index chose as many rows in the first batch, not all in their order, and the draw does not follow them."""
+    rows: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
+    """Of a merged dim, for each rank's first batch: the entries of a sample, and then what `sizes_given` gave [count]."""
     kind: str = dataclasses.field(default="", compare=False)
     """What drew when the dim was found; another kind is another call. Empty: not known."""
 
@@ -267,6 +269,7 @@ def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
             d.kind,
             [d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop],
             [d.follows, d.follows_last, d.is_in_order, d.is_beside],
+            d.rows,
         ]
         for call, d in dims.items()
     ]
@@ -276,7 +279,24 @@ def from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
     """Return what `to_rows` was given."""
     return {
         (name, number): SiteDims(
-            *place, follows=by, follows_last=last, is_in_order=in_order, is_beside=beside, kind=kind
+            *place,
+            follows=by,
+            follows_last=last,
+            is_in_order=in_order,
+            is_beside=beside,
+            rows=tuple(map(tuple, known)),
+            kind=kind,
         )
-        for name, number, kind, place, (by, last, in_order, beside) in rows
+        for name, number, kind, place, (by, last, in_order, beside), known in rows
     }
+
+
+def of_all_ranks(found: Sequence[Mapping[Call, SiteDims]]) -> dict[Call, SiteDims]:
+    """Return the dims on which ranks agree that have found any."""
+    merged: dict[Call, SiteDims | None] = {}
+    for dims in found:
+        for call, own in dims.items():
+            before = merged.setdefault(call, own)
+            rows = () if before is None else tuple(dict.fromkeys((*before.rows, *own.rows)))
+            merged[call] = dataclasses.replace(own, rows=rows) if before == own else None
+    return {call: own for call, own in merged.items() if own is not None}

@@ -17,14 +17,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
+from meshwright.apply.randomness.chosen_rows import ChosenRows
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
-from meshwright.apply.randomness.row_places import is_on_rows, place_in_rows
+from meshwright.apply.randomness.row_places import has_other_rows, is_on_rows, place_in_rows, sizes_given
 from meshwright.apply.randomness.row_slices import place_slice
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
@@ -133,6 +134,11 @@ class StepDraws:
                     "first batch: it may depend on the layout"
                 )
             slicing = _running.slicing
+            if slicing is None and not is_in_backward() and has_other_rows(forward, shape, dims, self.names):
+                self.on_unknown(
+                    f"draw {number} of {called(name)} ({kind}) has another number of rows for each sample than in the first "
+                    "batch, which no size of what modules were given explains: it may depend on the layout"
+                )
             found = _located(shape, dims, forward.num_samples, slicing)
             if found is None and (place := place_slice(key_of(text), shape, dims, forward, slicing)) is not None:
                 return place
@@ -346,6 +352,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
             is_loose=is_in_loose_checkpoint(),
             is_in_order=batch_of_attention() == forward.num_samples,
             chosen=forward.rows.look(shape, running, given, forward.num_samples),
+            sizes=sizes_given(given, forward.num_samples),
         )
     return step.place_of(call, forward, shape, kind)
 
@@ -368,13 +375,12 @@ def _repeated_draw(steps: Sequence[StepDraws]) -> tuple[StepDraws, Call, Forward
     return None
 
 
-def note_choice(tensor: Tensor, result: Tensor, *, sizes: Sequence[int], indices: Sequence[Tensor], dim: int) -> None:
-    """Remember that code of a forward which draws by place has chosen rows; as for `ChosenRows.note`."""
+def choosing() -> tuple[ChosenRows, str] | None:
+    """Return the choices of the forward that runs, and the module that chooses; None where nothing draws by place."""
     step, forward = _running.step, _running.forward
     if step is None or step.left is not None or forward is None or is_in_backward():
-        return
-    if not isinstance(tensor, nn.Parameter):  # a table's rows are no samples'
-        forward.rows.note(step.names.find(), tensor, result, sizes=sizes, indices=indices, dim=dim)
+        return None
+    return forward.rows, step.names.find()
 
 
 def tell_own(kind: str) -> None:

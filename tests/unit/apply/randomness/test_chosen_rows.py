@@ -24,8 +24,7 @@ def places(index: torch.Tensor, num_sources: int, *, is_minor: bool, calls: int)
             ("block", number), dims, len(chosen), given=(), first=FIRST, num_samples=NUM_SAMPLES, row_stride=1
         )
         assert place is not None
-        assert place[1] == num_sources // NUM_SAMPLES
-        found.append((place[0].samples.tolist(), place[0].indices.tolist()))
+        found.append((place.samples.tolist(), place.indices.tolist()))
     return found
 
 
@@ -55,3 +54,21 @@ def test_a_row_that_is_chosen_again_has_a_turn_of_its_own() -> None:
     assert own == [3, 0, 3]
     assert first == [1 + FIRST, FIRST, 1 + FIRST + 2**40]
     assert second == [1 + FIRST + 2 * 2**40, FIRST + 2**40, 1 + FIRST + 3 * 2**40]
+
+
+def test_turns_do_not_depend_on_how_long_other_samples_are() -> None:
+    """A module draws for rows of tensors of three and of five rows a sample: each row counts its own turns."""
+    for order in ([3, 5], [5, 3]):
+        rows = ChosenRows()
+        for number, each in enumerate(order):
+            source = torch.randn(NUM_SAMPLES * each, 2)
+            index = torch.tensor([2 * each + 1])
+            chosen = source[index]
+            rows.note("block", source, chosen, sizes=[len(source)], indices=[index], dim=0)
+            dims = SiteDims(0, num_dims=2, is_merged=True, follows="block", follows_last=True)
+            place = rows.place(
+                ("block", number), dims, 1, given=[chosen], first=0, num_samples=NUM_SAMPLES, row_stride=1
+            )
+            assert place is not None
+            assert place.samples.tolist() == [2 + number * 2**40]
+            assert place.indices.tolist() == [1]

@@ -250,14 +250,16 @@ EXPORT void meshwright_philox_uniform64(const void* place, int64_t threads, doub
 }
 
 // Places of rows that an index chose: sources[i] is a row's number among those that were there to choose, `each` of a sample;
-// with `minor` samples lie innermost. A row that has drawn before (counts) goes on above `turn_bits` of its sample's number.
+// with `minor` samples lie innermost. counts[row * samples + sample] is how often a sample's row has drawn: a row that has goes on
+// above `turn_bits` of its sample's number.
 EXPORT void meshwright_chosen_rows(const int64_t* sources, int64_t count, int64_t* counts, int64_t each, int64_t samples,
                                    int64_t minor, int64_t first, int64_t turn_bits, int64_t* sample, int64_t* index) {
   const int64_t width = minor ? samples : each;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t source = sources[i], high = source / width, low = source % width;
-    const int64_t turn = counts[source]++;
-    sample[i] = (minor ? low : high) + first + turn * (int64_t{1} << turn_bits);
-    index[i] = minor ? high : low;
+    const int64_t own = minor ? low : high, row = minor ? high : low;
+    const int64_t turn = counts[row * samples + own]++;
+    sample[i] = own + first + turn * (int64_t{1} << turn_bits);
+    index[i] = row;
   }
 }
