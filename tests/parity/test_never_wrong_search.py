@@ -313,3 +313,10 @@ def test_an_error_of_the_users_is_the_users_on_the_rank_that_looked() -> None:
     assert isinstance(errors[0], ValueError)
     assert "rank 0 ran the model's first batch and raised ValueError: the loss is wrong" in str(errors[1])
     assert "raising_loss" in str(errors[1])
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2,pp=2"])
+def test_layers_that_are_used_by_methods_lie_where_their_code_runs(plan: str) -> None:
+    # A module that nobody calls went to its neighbour's stage: one stage held its weights whole, the other one in parts.
+    for found, expected in testing.run_ranks(search_jobs.coded, plan.count("=2") * 2, plan):
+        assert found == pytest.approx(expected, rel=FLOAT64)

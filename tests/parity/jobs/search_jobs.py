@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -282,3 +283,48 @@ def cut_to_the_longest(plan: str) -> tuple[list[float], list[float]]:
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     with mw.apply_plan(model, plan, loss_fn=trimmed_loss, optimizer=sgd, seed=0) as applied:
         return [applied.step(batch).loss for batch in batches], expected
+
+
+class Quantizer(nn.Module):
+    """Maps a stream to a few codes and back, by methods: nobody calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv1d(8, 64, 1), nn.Conv1d(64, 8, 1)
+
+    def encode(self, x: Tensor) -> Tensor:
+        found = self.enter(x)
+        return found + (found.round() - found).detach()
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return self.leave(codes)
+
+
+class Codec(nn.Module):
+    """Codes a signal after an encoder, and decodes it; the layers between them are declared last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Conv1d(3, 32, 3, padding=1), nn.GELU(), nn.Conv1d(32, 8, 3, padding=1))
+        self.middle = nn.Conv1d(8, 8, 1)
+        widths = [8, 32, 32, 32]
+        layers = [nn.Conv1d(a, b, 3, padding=1) for a, b in itertools.pairwise(widths)]
+        self.decoder = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())), nn.Conv1d(32, 5, 3))
+        self.quantizer = Quantizer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        latents = self.middle(self.encoder(x))
+        return self.decoder(self.quantizer.decode(self.quantizer.encode(latents))).mean(-1)
+
+
+def coded(plan: str) -> tuple[list[float], list[float]]:
+    """Return losses under the plan and in a textbook loop, of a model with layers whose methods run between the others."""
+    batches = [
+        (torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(seed)).double(), torch.arange(4))
+        for seed in range(3)
+    ]
+    expected = losses_of(Codec().double(), batches, loss)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(Codec().double(), plan, loss_fn=loss, optimizer=sgd, seed=0) as model:
+        return [model.step(batch).loss for batch in batches], expected

@@ -24,7 +24,8 @@ class StageMap:
 
     Args:
         num_stages: Stages [count].
-        calls: Unit's name -> the stage of its first, second, ... call; a unit without calls goes to its neighbour's stage.
+        calls: Unit's name -> the stage of its first, second, ... call; a unit without calls goes to the first
+            stage that uses a parameter of it, else to its neighbour's.
         holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
         shares: Share of the step's counted work that each stage has.
         flow: The calls as they were traced.
@@ -176,11 +177,14 @@ def cut(
             holders[name].add(places[-1])
     before = 0
     for unit in flow.units:
-        if unit not in by_unit:
-            by_unit[unit] = [before]
-            for name in flow.idle[unit]:
-                holders[name].add(before)
-        before = by_unit[unit][-1]
+        if unit in by_unit:
+            before = by_unit[unit][-1]
+            continue
+        # Code between the layers may use its parameters without calling it, by a method for example: it lies there, too.
+        used = set[int]().union(*(holders[name] for name in flow.idle[unit]))
+        by_unit[unit] = [min(used, default=before)]
+        for name in flow.idle[unit]:
+            holders[name].update(by_unit[unit])
     loads: Counter[int] = Counter()
     for stage, cost in zip(stages, costs, strict=True):
         loads[stage] += cost  # pyright: ignore[reportArgumentType] - a Counter of floats
