@@ -53,6 +53,11 @@ PLANS = {
     "tp2_pp2": ["tp=2,pp=2,micro_batches=2"],
 }
 BOUND = 1e-8
+LEAST = 2
+"""Samples of a part of a batch, for models that take no single one [count]."""
+LEAST_MIXED = 8
+"""The like where samples are normalised together: of two values a channel nothing but their order is left, and a gradient is
+rounding alone [count]."""
 
 
 _STARTED = time.monotonic()
@@ -113,7 +118,7 @@ def run_cell(recipe: dict[str, Any], name: str, line: str, limit_s: float, direc
         shares = (plan.dp, plan.micro_batches) if recipe.get("mixes") else (1, 1)
         # A norm of one value a channel raises in plain torch as well: each part has two samples or more then.
         recipe = _with_outputs(recipe)
-        least = 2 * plan.dp * plan.micro_batches + 1
+        least = (LEAST_MIXED if recipe.get("mixes") else LEAST) * plan.dp * plan.micro_batches + 1
         if least > recipes.SAMPLES and (recipe.get("mixes") or not _takes_one(json.dumps(recipe))):
             recipe = {**recipe, "samples": least}
         reference = _reference(recipe, shares, directory)

@@ -191,6 +191,7 @@ class DrawTrials:
 
     def examine(self, found: DrawsFound, *, finds_dims: bool = True) -> Trials:
         """Find whether a forward draws; then the sample dims of a share, unless they are of no use, and try them."""
+        watch_choices()
         share, count = found.share, self._splitter.count
         if not self._decides and self._splitter.splits_by_row and count(share) >= 2 * _FEW:  # most models draw nothing
             few = self._splitter.cut(share, count(share) // _FEW)[0]
@@ -251,7 +252,6 @@ class DrawTrials:
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
         """Try draws on rows that an index has chosen as draws of these rows; return the calls with two orders of samples."""
-        watch_choices()
         (whole,) = yield from self._run([(found.share, 0)], {})
         pieces = yield from self._run(placed, {})
         for dims in following(found.dims, whole.notes, [piece.notes for piece in pieces]):
@@ -271,7 +271,6 @@ class DrawTrials:
         merged = [call for call, own in found.dims.items() if own.is_merged and own.follows is None and not own.loop]
         if not merged:
             return
-        watch_choices()
         (whole,) = yield from self._run([(found.share, 0)], found.dims)
         chosen = {call: whole.notes[call] for call in merged if call in whole.notes and whole.notes[call].chosen}
         if not chosen:
@@ -318,15 +317,16 @@ class DrawTrials:
 
     @staticmethod
     def _note_dims(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
-        for call, note in whole.notes.items():
+        for call, drawn in whole.notes.items():
             shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
-            dims = find_dims([(whole.num_samples, note.shape), *shapes], may_vary=True)
+            dims = find_dims([(whole.num_samples, drawn.shape), *shapes], may_vary=True)
             if dims is None:
                 continue
             if dims.dim is not None and dims.is_merged:
-                rows = (note.shape[dims.dim] // whole.num_samples, *note.sizes)
+                rows = (drawn.shape[dims.dim] // whole.num_samples, *drawn.sizes)
                 dims = dataclasses.replace(dims, rows=(rows,))
-            before = found.dims.setdefault(call, dataclasses.replace(dims, kind=note.kind))
+            is_beside = not dims.is_merged and dims.dim in drawn.moved
+            before = found.dims.setdefault(call, dataclasses.replace(dims, kind=drawn.kind, is_beside=is_beside))
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
                 found.unclear.append(f"draw {call[1]} of {called(call[0])}")
 

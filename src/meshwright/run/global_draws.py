@@ -363,8 +363,7 @@ class GlobalDraws:
         self.losses = [row[6].pop(0) for row in rows]
         self.has_draws = any(row[0] for row in rows) or not rows
         self.dims = of_all_ranks([from_rows(row[2]) for row in rows])
-        if any(own.is_merged for own in self.dims.values()):
-            watch_choices()
+        watch_choices()
         self._inside.update({(name, number): counts for row in rows for name, number, counts in row[3]})
         if self._why_torch is not None:
             if self.has_draws:

@@ -212,6 +212,21 @@ class Sorted(nn.Module):
         return self.head(F.dropout(rows, 0.2, self.training).view(x.shape).sum(1))
 
 
+class SortedRecurrent(nn.Module):
+    """Sorts samples by their lengths, for an LSTM with dropout on packed sequences, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3, batch_first=True), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample, whose padding is zero."""
+        lengths, order = (x[..., 0] != 0).sum(1).sort(descending=True)
+        packed = nn.utils.rnn.pack_padded_sequence(F.dropout(x[order], 0.1), lengths.cpu(), batch_first=True)
+        rows = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+        return self.head(F.dropout(rows[order.argsort()].sum(1), 0.2))
+
+
 class Routed(nn.Module):
     """Leaves padding out, and gives what is left to experts, in one forward: no module stands around the second choice."""
 
@@ -271,6 +286,8 @@ TOLD: dict[str, Callable[[], nn.Module]] = {
     "unpadded if any": lambda: WithoutPaddingIfAny(Expert()),
     "unpadded sorted": Sorted,
     "unpadded join": unpadded("join"),
+    "unpadded lstm": SortedRecurrent,
+    "padded lstm": SortedRecurrent,
 }
 """Models whose rows are told apart by their number alone; or chosen in no trial."""
 
@@ -285,8 +302,11 @@ def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
         numbers = torch.arange(LENGTH) // 2 * torch.ones(count, 1)
         numbers[:, :2] += 0 if step else torch.tensor([[1.0, 1.0], [1.0, 0.0]]).repeat(count, 1)[:count]
         x[..., 0] = numbers.gather(1, torch.rand(count, LENGTH, generator=generator).argsort(1))
-    if name.startswith("unpadded"):
-        lengths = torch.randint(2, LENGTH + 1, (count,), generator=generator) if step else torch.full((count,), LENGTH)
+    if name.startswith(("unpadded", "padded")):
+        is_full = name.startswith("unpadded") and not step
+        lengths = (
+            torch.full((count,), LENGTH) if is_full else torch.randint(2, LENGTH + 1, (count,), generator=generator)
+        )
         lengths[: int(lengths.sum()) % count if step == 1 else 0] -= 1  # as many rows as if all samples had as many
         x *= (torch.arange(LENGTH) < lengths[:, None])[..., None]
     return x, torch.randint(0, 3, (count,), generator=generator)

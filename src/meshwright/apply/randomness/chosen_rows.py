@@ -46,6 +46,7 @@ class ChosenByIndex:
         among: The choice that has made the rows among which this one chooses.
         is_unclear: Whether it may choose among rows that an earlier choice has left, and nothing shows it.
         is_packed: Whether torch has packed sequences: step by step, in the order in which their samples lie.
+        dim: Of the tensor and of what is chosen, which held the rows; None where torch's own code chose.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ChosenByIndex:
     among: ChosenByIndex | None
     is_unclear: bool = False
     is_packed: bool = False
+    dim: int | None = None
     found: Tensor | None = None
 
     @property
@@ -158,7 +160,15 @@ class ChosenRows:
         self._places.clear()
 
     def note(
-        self, name: str, tensor: Tensor, result: Tensor, *, sizes: Sequence[int], indices: Sequence[Tensor], dim: int
+        self,
+        name: str,
+        tensor: Tensor,
+        result: Tensor,
+        *,
+        sizes: Sequence[int],
+        indices: Sequence[Tensor],
+        dim: int,
+        is_of_torch: bool = False,
     ) -> None:
         """Remember a choice of rows.
 
@@ -169,9 +179,11 @@ class ChosenRows:
             sizes: The entries of the dims with an index, which lie beside each other [count].
             indices: Of these dims; or one mask of all of them.
             dim: The dim of it that holds the rows.
+            is_of_torch: Whether code of torch chooses, which puts samples back that it has sorted.
         """
         among, is_unclear = self._among(name, tensor, math.prod(sizes))
-        self._keep(name, result, dim, tuple(sizes), tuple(indices), among=among, is_unclear=is_unclear)
+        own = {"among": among, "is_unclear": is_unclear, "dim": None if is_of_torch else dim}
+        self._keep(name, result, dim, tuple(sizes), tuple(indices), **own)
 
     def note_packing(self, name: str, tensor: Tensor, result: Tensor, batch_sizes: Tensor) -> None:
         """Remember sequences that were packed: a choice of their entries, step by step.
@@ -196,13 +208,21 @@ class ChosenRows:
         self._keep(name, result, 0, sizes, places, is_unclear=is_unclear, is_packed=True)
 
     def _keep(
-        self, name: str, result: Tensor, dim: int, sizes: tuple[int, ...], indices: tuple[Tensor, ...], **others: Any
+        self,
+        name: str,
+        result: Tensor,
+        rows_dim: int,
+        sizes: tuple[int, ...],
+        indices: tuple[Tensor, ...],
+        **others: Any,
     ) -> None:
-        place = (int(result.storage_offset()), int(result.stride(dim)))
+        place = (int(result.storage_offset()), int(result.stride(rows_dim)))
         versions = tuple(index._version for index in indices)
         memory = StorageWeakRef(result.untyped_storage())
         others = {"among": None, **others}
-        self._choices.append(ChosenByIndex(name, indices, sizes, result.shape[dim], memory, *place, versions, **others))
+        self._choices.append(
+            ChosenByIndex(name, indices, sizes, result.shape[rows_dim], memory, *place, versions, **others)
+        )
 
     def _among(self, name: str, tensor: Tensor, num_rows: int) -> tuple[ChosenByIndex | None, bool]:
         """Return the choice that has made the rows of a tensor, and whether some choice may have without a sign of it."""
@@ -236,6 +256,20 @@ class ChosenRows:
         alike = list(self._alike({num_rows}))
         with torch.no_grad(), draws_untouched():
             return {choice.name for choice in alike} - {choice.name for choice in alike if choice.is_in_order}
+
+    def has_moved(self, num_samples: int, dim: int) -> bool:
+        """Tell whether code has put the samples in another order, along this dim, and not back."""
+        order: Tensor | None = None
+        for choice in self._choices:
+            is_order = choice.num_rows == num_samples == math.prod(choice.sizes) and choice.among is None
+            if not is_order or choice.dim != dim or not choice.is_unchanged:
+                continue
+            with torch.no_grad(), draws_untouched():
+                own = choice.sources()
+                order = torch.arange(num_samples, device=own.device) if order is None else order
+                if not torch.equal(own, order):  # else another tensor, put in the same order
+                    order = order[own]
+        return order is not None and not torch.equal(order, torch.arange(num_samples, device=order.device))
 
     def _is_last(self, choice: ChosenByIndex) -> bool:
         return next(other for other in reversed(self._choices) if other.name == choice.name) is choice

@@ -43,6 +43,8 @@ def words(place: ElementPlace, plane: int, device: torch.device) -> Tensor:
 
 def fill_bernoulli(out: Tensor, place: ElementPlace, probability: float) -> None:
     """Set each element of a contiguous tensor to 1 with a probability, rounded to a multiple of 2**-32, and else to 0."""
+    if out.numel() != place.count:
+        raise ValueError(f"{place.count} places for {out.numel()} elements")
     most = min(round(probability * _WORD), _WORD) - 1
     if most < 0 or most == _WORD - 1:
         out.fill_(most >= 0)

@@ -27,6 +27,8 @@ class DrawNote:
     """Whether torch's own code lays a sample's entries next to each other."""
     chosen: RowsChosen | None = None
     """What is known of the rows that an index has chosen for it, if one has."""
+    moved: tuple[int, ...] = ()
+    """The dims along which code has put the samples in another order, and not back."""
     sizes: tuple[int, ...] = ()
     """As `sizes_given` returns them [count]."""
 

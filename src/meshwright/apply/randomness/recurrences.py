@@ -17,7 +17,7 @@ from meshwright._torch_dispatch import cudnn_rnn, draws_untouched
 from meshwright._torch_private import MODULE_CALL, RECURRENCES
 from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.chosen_rows import rows_of_pack
-from meshwright.apply.randomness.philox import NO_SAMPLE, Level, index_strides, merge_levels
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, RowPlaces, index_strides, merge_levels
 from meshwright.apply.randomness.sites import place_of_draw
 
 __all__: list[str] = []
@@ -112,17 +112,28 @@ def bernoulli_of_pack(out: Tensor, p: float, packed: PackedSequence) -> Any:
     place = place_of_draw((num_samples, num_features), "bernoulli_")  # of a step: their number is not the call's
     if place is None:
         return NotImplemented
-    is_common = place.first_sample == NO_SAMPLE
-    full = [num_samples, num_steps, num_features] if is_common else [num_steps, num_features]
-    inner = [Level(size, 0, step) for size, step in zip(full, index_strides(full), strict=True)]
     made = torch.empty((num_samples, num_steps, num_features), dtype=torch.float32, device=out.device)
-    distributions.fill_bernoulli(
-        made,
-        dataclasses.replace(place, levels=merge_levels(inner if is_common else [Level(num_samples, 1, 0), *inner])),
-        p,
-    )
+    distributions.fill_bernoulli(made, _with_steps(place, num_steps, num_features), p)
     steps, samples = rows_of_pack(sizes)
     if packed.sorted_indices is not None:
         samples = packed.sorted_indices.cpu()[samples]
     drawn = made[samples.to(out.device), steps.to(out.device)]
     return out.copy_(drawn.to(out.dtype) if out.is_complex() else drawn)
+
+
+def _with_steps(place: ElementPlace, num_steps: int, num_features: int) -> ElementPlace:
+    """Return the place of (samples, steps, features), of that of (samples, features)."""
+    if place.rows is None:
+        num_samples = place.count // num_features
+        is_common = place.first_sample == NO_SAMPLE
+        full = [num_samples, num_steps, num_features] if is_common else [num_steps, num_features]
+        inner = [Level(size, 0, step) for size, step in zip(full, index_strides(full), strict=True)]
+        return dataclasses.replace(
+            place, levels=merge_levels(inner if is_common else [Level(num_samples, 1, 0), *inner])
+        )
+    # Samples that the script has sorted: a row is a step of one of them now.
+    samples, moved = place.rows.samples, place.rows.indices // index_strides([1, num_features])[0]
+    by_row, by_step, _ = index_strides([1, num_steps, num_features])
+    steps = torch.arange(num_steps, device=samples.device) * by_step
+    rows = RowPlaces(samples.repeat_interleave(num_steps), (moved[:, None] * by_row + steps).flatten().contiguous())
+    return dataclasses.replace(place, levels=(Level(num_features, 0, 1),), rows=rows)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+import types
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,6 +19,7 @@ __all__: list[str] = []
 
 _aten = torch.ops.aten
 _PLAIN: Final = (Tensor, nn.Parameter)
+_OWN: Final = __name__.partition(".")[0]
 _WHOLE: Final = (torch.int64, torch.int32)
 
 
@@ -69,7 +72,19 @@ def _note(tensor: Tensor, result: Tensor, *, sizes: Sequence[int], indices: Sequ
     """Remember a choice of rows; as for `ChosenRows.note`."""
     found = None if isinstance(tensor, nn.Parameter) else choosing()  # a table's rows are no samples'
     if found is not None:
-        found[0].note(found[1], tensor, result, sizes=sizes, indices=indices, dim=dim)
+        is_of_torch = _is_of_torch()
+        found[0].note(found[1], tensor, result, sizes=sizes, indices=indices, dim=dim, is_of_torch=is_of_torch)
+
+
+def _is_of_torch() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) == _OWN:
+        frame = frame.f_back
+    return _package_of(frame) == "torch"
+
+
+def _package_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:

@@ -52,14 +52,18 @@ def place_in_rows(
 def is_on_rows(forward: ForwardDraws, shape: tuple[int, ...], dims: SiteDims, names: Names) -> bool:
     """Tell whether a draw may be on rows that an index has chosen, where it chose none, or all in order, in the first batch.
 
+    Samples that code sorts by a value are such rows, until it has put them back.
+
     Args:
         forward: The forward that runs.
         shape: What is drawn.
         dims: Of the call, whose samples are taken to lie in their order.
         names: The model's modules.
     """
-    if dims.dim is None or not dims.is_merged or dims.loop or dims.is_beside or dims.dim >= len(shape):
+    if dims.dim is None or dims.loop or dims.is_beside or dims.dim >= len(shape):
         return False
+    if not dims.is_merged:
+        return forward.rows.has_moved(forward.num_samples, dims.dim)
     choosing = forward.rows.out_of_order(shape[dims.dim])
     return bool(choosing) and not choosing.isdisjoint({*names.running(), LOSS})
 

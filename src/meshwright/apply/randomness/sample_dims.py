@@ -53,8 +53,8 @@ class SiteDims:
     """Whether these were the rows that this module had chosen last, with each part of the first batch."""
     is_in_order: bool = False
     """Whether the index left no row out in the first batch, so that only rows in their order are known to be followed."""
-    is_beside: bool = False
-    """Whether an index chose as many rows in the first batch, not all in their order, and the draw does not follow them."""
+    is_beside: bool = dataclasses.field(default=False, compare=False)
+    """Whether an index chose as many rows in some rank's first batch, not all in order, and the draw does not follow them."""
     rows: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
     """Of a merged dim, for each rank's first batch: the entries of a sample, and then what `sizes_given` gave [count]."""
     kind: str = dataclasses.field(default="", compare=False)
@@ -297,6 +297,9 @@ def of_all_ranks(found: Sequence[Mapping[Call, SiteDims]]) -> dict[Call, SiteDim
     for dims in found:
         for call, own in dims.items():
             before = merged.setdefault(call, own)
-            rows = () if before is None else tuple(dict.fromkeys((*before.rows, *own.rows)))
-            merged[call] = dataclasses.replace(own, rows=rows) if before == own else None
+            if before is None or before != own:
+                merged[call] = None
+                continue
+            rows = tuple(dict.fromkeys((*before.rows, *own.rows)))
+            merged[call] = dataclasses.replace(own, rows=rows, is_beside=own.is_beside or before.is_beside)
     return {call: own for call, own in merged.items() if own is not None}

@@ -353,6 +353,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
             is_in_order=batch_of_attention() == forward.num_samples,
             chosen=forward.rows.look(shape, running, given, forward.num_samples),
             sizes=sizes_given(given, forward.num_samples),
+            moved=tuple(d for d in range(len(shape)) if forward.rows.has_moved(forward.num_samples, d)),
         )
     return step.place_of(call, forward, shape, kind)
 
