@@ -168,7 +168,7 @@ def run_example(name: str, plan: str) -> list[float]:
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
 def test_buffers_follow_rank_0_and_steps_are_counted(plan: str) -> None:
     (state, num_steps, reasons), (other, *_) = testing.run_ranks(jobs.with_buffers, 2, plan)
-    assert any("'1' normalises over each rank's share" in reason for reason in reasons)
+    assert any("BatchNorm layers (1) normalise over each rank's share" in reason for reason in reasons)
     assert num_steps == jobs.STEPS
     assert state["1.num_batches_tracked"] == jobs.STEPS
     for name, value in state.items():

@@ -87,3 +87,9 @@ def test_a_count_that_an_error_left_uneven_is_one_devices_or_refused(schedule: s
         assert found[2] == "ValueError"
         for mine, theirs in zip(found[3:], expected[3:], strict=True):
             assert mine == "OtherWayError" or mine == pytest.approx(theirs, rel=1e-11)
+
+
+def test_a_batch_that_is_one_whole_is_named() -> None:
+    for text in testing.run_ranks(jobs.notes_of_a_graph_in_parts, 2, "dp=2"):
+        assert "called with a part of the batch, 3 samples" in text
+        assert "pass split=" in text

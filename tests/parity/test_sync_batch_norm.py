@@ -34,6 +34,8 @@ def test_without_it_each_rank_normalises_its_share() -> None:
     losses, _ = jobs.plainly("images")
     for found in testing.run_ranks(functools.partial(jobs.train, is_synced=False), 2, "images", "dp=2"):
         assert abs(found[0][-1] - losses[-1]) > 1e-4
+        assert any("BatchNorm layers (norm and 3 more) normalise over each rank's share" in text for text in found[2])
+    assert not any("BatchNorm" in text for text in jobs.train("images", "single", is_synced=False)[2])
 
 
 @pytest.mark.parametrize("line", ["pp=2", "dp=2,micro_batches=2", "dp=2,recompute=full"])

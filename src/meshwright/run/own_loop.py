@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.modules.synced_norms import BATCH_NORMS
+from meshwright.apply.modules.synced_norms import share_reason
 from meshwright.apply.norm import clip_, values_of
 from meshwright.apply.randomness.sites import StepDraws, repeats_recognised
 from meshwright.apply.shards.gradient_hooks import UserHook, guard_step_hooks, is_ours
@@ -161,12 +161,9 @@ class OwnLoop:
         if self._has_told_of_norms or not self.is_over_several_batches:
             return
         self._has_told_of_norms = True
-        layers = self.engine.module.named_modules()
-        name = next((name for name, layer in layers if isinstance(layer, BATCH_NORMS) and layer.training), None)
-        if name is not None:
-            self._tell(
-                f"batch: '{name}' normalises over each rank's share of the batch, and its statistics follow rank 0's"
-            )
+        reason = share_reason(self.engine.module)
+        if reason is not None:
+            self._tell(reason)
 
     def _tell(self, reason: str) -> None:
         rule = self.stepper.rule

@@ -138,3 +138,28 @@ def refused_and_trained(line: str) -> list[float]:
                 raise AssertionError("a step was taken with a module that was put in place of another on one rank")
         model.head = head
         return [planned.step(batch).loss for batch in batches[1:]]
+
+
+class Graph(nn.Module):
+    """A layer over one graph, whose adjacency matrix is not cut by nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        return adjacency @ self.layer(nodes)
+
+
+def notes_of_a_graph_in_parts(line: str) -> str:
+    """Return what is said beside the error of a model that takes no part of its batch."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    model = mw.apply_plan(Graph(), line, loss_fn=lambda outputs, _: outputs.square().mean(), optimizer=sgd, seed=0)
+    graph = ((torch.ones(6, 4), torch.eye(6)), torch.ones(6))
+    try:
+        model.step(mw.split_batch(graph, model))
+    except RuntimeError as error:
+        return " ".join(map(str, getattr(error, "__notes__", ())))
+    finally:
+        model.close()
+    return ""

@@ -51,6 +51,15 @@ def test_labels_are_found_by_name_or_place() -> None:
     assert label_paths((ids, LABELS), 4) == []
 
 
+def test_labels_of_a_translation_are_found_by_their_names() -> None:
+    batch = {
+        "src": torch.ones(2, 3, dtype=torch.int64),
+        "trg": torch.ones(2, 3, dtype=torch.int64),
+        "tgt_mask": torch.ones(2),
+    }
+    assert label_paths(batch, 2) == [("trg",)]
+
+
 def test_a_tensor_that_is_in_a_batch_twice_is_replaced_once() -> None:
     ids = torch.zeros(3, 2)
     batch = {"input_ids": ids, "labels": ids, "more": [ids, (ids,)]}

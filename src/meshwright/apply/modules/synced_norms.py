@@ -17,12 +17,23 @@ from torch import Tensor, nn
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import copy_to_group, reduce_from_group
-from meshwright.errors import ApplyError
+from meshwright.errors import ApplyError, some_of
 from meshwright.spec import Plan
 
 __all__: list[str] = []
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def share_reason(module: nn.Module) -> str | None:
+    """Return what a plan tells of layers that normalise over each rank's share, or a micro-batch; None where there are none."""
+    names = [name for name, child in module.named_modules() if isinstance(child, BATCH_NORMS) and child.training]
+    if not names:
+        return None
+    return (
+        f"batch: BatchNorm layers ({some_of(names, 1)}) normalise over each rank's share of the batch or a micro-batch, not over "
+        "all samples as one device does, and their statistics follow rank 0's"
+    )
 
 
 def synced_norms(module: nn.Module, plan: Plan, group: Communicator, *, is_wanted: bool) -> SyncedNorms | None:
@@ -78,8 +89,8 @@ class SyncedNorms:
     @property
     def reason(self) -> str:
         """What the plan tells of them."""
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return f"batch: '{self.names[0]}'{more} normalise over the samples of all {self._group.size} ranks (sync_batch_norm)"
+        names = some_of([repr(name) for name in self.names], 1)
+        return f"batch: {names} normalise over the samples of all {self._group.size} ranks (sync_batch_norm)"
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

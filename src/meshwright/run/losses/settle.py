@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.modules.hooks import OwnHook
+from meshwright.apply.modules.synced_norms import share_reason
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
@@ -39,7 +40,8 @@ _ALIKE = 8.0
 """What fits this many times worse than the best is another thing [ratio]."""
 _FIX = (
     "return meshwright.Loss(sum, weight) from loss_fn, where the loss is a sum over whatever it counts; a loss that compares "
-    "the samples of a batch with each other needs the batch whole: dp=1 and micro_batches=1"
+    "the samples of a batch with each other needs the batch whole: dp=1 and micro_batches=1; where samples lie in another dim "
+    "than the first (sequences first), pass split= to apply_plan"
 )
 _BRANCHES = (
     "loss: the model's forward branches on values of its batch, and each rank and micro-batch decides by its own samples: what "
@@ -87,6 +89,9 @@ def settle_loss(
     reasons = (*decision.reasons, *([str(decision.error)] if decision.error is not None else []))  # with its fix
     if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
         reasons = (*reasons, _BRANCHES)
+    of_shares = None if rule.norms is not None else share_reason(engine.module)
+    if of_shares is not None:
+        reasons = (*reasons, of_shares)
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
     return is_cut and rule.refuses
 

@@ -14,6 +14,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.first_look import FirstRun
 from meshwright.apply.modules.copies import own_copy, repeat_call
 from meshwright.describe.batches import BatchSplitter, call_model
+from meshwright.errors import MeshwrightError
 from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
 from meshwright.run.loss_graph import foreign_error, foreign_parameters
@@ -58,6 +59,8 @@ class LossTerms:
         self._rule = rule
         self._splitter = splitter
         self._has_looked_at_graph = False
+        self._has_called = False
+        self._takes_parts = is_cut or engine.group.size * engine.num_replicas > 1
         self.casts = Autocast(engine.device.type, autocast)
         """The dtype of forwards and losses."""
 
@@ -73,7 +76,7 @@ class LossTerms:
     def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
         """Return the loss of a micro-batch; None on a pipeline stage that it does not need."""
         with self._engine.switch.user_code(), self.autocast():
-            outputs = call_model(module, part)
+            outputs = self._call(module, part)
             if self._engine.owes_nothing_to_the_loss:
                 return None
             few = list(itertools.islice(tensors_in(outputs), _NUM_LOOKED_AT))
@@ -89,6 +92,22 @@ class LossTerms:
                 self._look_at_graph(term.value)
             shown = [each.dtype for each in few if each.dim() and each.is_floating_point()][:1]
             return dataclasses.replace(term, dtypes=(*shown, term.value.dtype))
+
+    def _call(self, module: nn.Module, part: Any) -> Any:
+        if self._has_called:
+            return call_model(module, part)
+        try:
+            outputs = call_model(module, part)
+        except Exception as error:
+            if self._takes_parts and not isinstance(error, MeshwrightError):
+                error.add_note(
+                    f"the model was called with a part of the batch, {self._splitter.count(part)} samples. Where dim 0 of a "
+                    "tensor is not the samples' (sequences first), pass split= to apply_plan; a batch that is one whole (a "
+                    "graph) needs dp=1 and micro_batches=1"
+                )
+            raise
+        self._has_called = True
+        return outputs
 
     def _look_at_graph(self, value: torch.Tensor) -> None:
         """Refuse a first loss that trains parameters outside of the model: ranks would not exchange their gradients."""

@@ -25,7 +25,7 @@ from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_watch import TrialWatch, term_with_slopes
 from meshwright.run.losses.trial_writes import find_dependent
-from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, label_paths, replace_at, tensor_at
+from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, is_decoded, label_paths, replace_at, tensor_at
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
@@ -265,7 +265,9 @@ def examine(
         labels = tensor_at(share, path)
         if labels is None:
             continue
-        is_safe = labels.device.type == "cpu" or value in whole.ignored or bool((labels == value).any())
+        # A GPU ends the process where a decoder looks up what no table has.
+        is_known = value in whole.ignored and (value >= 0 or not is_decoded(path))
+        is_safe = labels.device.type == "cpu" or is_known or bool((labels == value).any())
         masked = _mask(share, path, labels, value, counts) if is_safe else None
         gaps: list[float | None] = [None] * len(candidates)
         if masked is not None:

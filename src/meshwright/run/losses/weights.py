@@ -110,7 +110,12 @@ def label_paths(batch: Any, num_samples: int) -> list[Path]:
 
 
 def _is_label(path: Path) -> bool:
-    return bool(path) and (path[0] == 1 or any(is_target_name(key) for key in path))
+    return bool(path) and (path[0] == 1 or any(is_target_name(key) for key in path) or is_decoded(path))
+
+
+def is_decoded(path: Path) -> bool:
+    """Tell whether labels at a path are what a decoder reads, too: so most models of translation call them."""
+    return any(isinstance(key, str) and key.lower().startswith(("tgt", "trg")) for key in path)
 
 
 def find_uneven_labels(guards: Sequence[Guard], parts: Sequence[Any], splitter: BatchSplitter) -> ApplyError | None:
