@@ -8,6 +8,7 @@ Nothing here is documented as public by torch. Checked on torch 2.11 to 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = [
     "is_transformed",
     "keep_results",
     "replace_draws",
+    "watch_empty_attention",
 ]
 
 
@@ -131,9 +133,13 @@ def replace_draws(kernels: Mapping[str, Callable[..., Any]]) -> None:
         kernels: The operator's name, with its overload, without "aten::" -> what runs for it.
     """
     # On a CPU attention draws by `dropout`, which is replaced itself; a call through Python takes as long as a small operator.
-    # How torch was built tells enough, and unlike the question for a device leaves the driver alone.
+    _DRAWS.replace(kernels, {"scaled_dot_product_attention": _attention} if _is_of_gpu() else {})
+
+
+def _is_of_gpu() -> bool:
+    """Tell whether torch was built for a GPU, by which the driver is left alone, unlike by the question for a device."""
     others = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None), torch.backends.mps.is_built())
-    _DRAWS.replace(kernels, {"scaled_dot_product_attention": _attention} if any(others) else {})
+    return any(others)
 
 
 def also_replace(kernels: Mapping[str, Callable[..., Any]]) -> None:
@@ -141,12 +147,33 @@ def also_replace(kernels: Mapping[str, Callable[..., Any]]) -> None:
     _DRAWS.add(kernels, {})
 
 
+_on_empty: Callable[[tuple[int, ...]], object] | None = None
+
+
+@functools.cache
+def watch_empty_attention(note: Callable[[tuple[int, ...]], object]) -> None:
+    """Have attention with dropout, but without heads, call this with the shape of its weights, for good.
+
+    Torch returns before it drops out, so that a rank without a head would miss a draw which the other ranks count.
+
+    Args:
+        note: Called for each such attention inside of `draws_intercepted`.
+    """
+    global _on_empty
+    _on_empty = note
+    if not _is_of_gpu():
+        _DRAWS.add({}, {"scaled_dot_product_attention": _attention})
+
+
 def _attention(keys: Any, *given: Any, **options: Any) -> Any:
     """Run attention; with dropout on a GPU in operators of its own, since fused kernels draw by themselves."""
     operator = torch.ops.aten.scaled_dot_product_attention.default
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named: dict[str, Any] = dict(zip(names, given, strict=False)) | options
-    if not named.get("dropout_p") or named["query"].device.type == "cpu":
+    query = named["query"]
+    if named.get("dropout_p") and not query.numel() and _on_empty is not None:
+        _on_empty((*map(int, query.shape[:-1]), int(named["key"].shape[-2])))
+    if not named.get("dropout_p") or query.device.type == "cpu":
         return operator.redispatch(keys.remove(_DRAWS.value), *given, **options)
     return torch.ops.aten._scaled_dot_product_attention_math.default(**named)[0]
 

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.randomness.dropouts import watch_attention
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.gpu import is_there
 from meshwright.apply.randomness.names import Names
@@ -309,6 +310,8 @@ class GlobalDraws:
         """
         if len(self._sharers) < 2 or not self.has_draws or self.is_off:
             return
+        if any(not parameter.numel() for parameter in self.module.parameters()):
+            watch_attention()
         whole, self._found = self._found, None
         trials = self._trials(splitter)
         cut = None if whole is None else DrawsFound(whole.share)

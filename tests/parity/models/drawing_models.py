@@ -34,7 +34,8 @@ class Block(nn.Module):
         )
         p = 0.1 if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.is_causal)
-        return self.result(self.out(mixed.transpose(1, 2).reshape(size, length, -1)))
+        # Drawn by this module, behind attention's own draw, which a rank without a head does not make.
+        return F.dropout(self.out(mixed.transpose(1, 2).reshape(size, length, -1)), 0.3, self.training)
 
     def path(self, x: Tensor) -> Tensor:
         """Leave out a branch for some samples."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright._torch_dispatch import watch_empty_attention
 from meshwright.apply.randomness.sites import place_of_draw, shape_of
 
 __all__: list[str] = []
@@ -52,8 +53,17 @@ def _noise(bernoulli: Callable[..., Any], tensor: Tensor, p: float, train: bool)
     if not train or not 0 < p < 1:
         return NotImplemented  # torch draws nothing then
     if not tensor.numel():
-        place_of_draw(shape_of(tensor), "bernoulli_")
+        _count_empty(shape_of(tensor))
         return NotImplemented
     noise = torch.empty_like(tensor, requires_grad=False)
     drawn = bernoulli(noise, 1 - p)
     return drawn if drawn is NotImplemented else drawn.div_(1 - p)
+
+
+def watch_attention() -> None:
+    """Count draws of attention that has no head on this rank, from now on in this process."""
+    watch_empty_attention(_count_empty)
+
+
+def _count_empty(shape: tuple[int, ...]) -> None:
+    place_of_draw(shape, "bernoulli_")
