@@ -234,3 +234,8 @@ def test_a_reentrant_checkpoint_of_what_has_no_gradient_gives_none() -> None:
     plan = mw.Plan.parse("pp=2,micro_batches=2")
     for records in testing.run_ranks(testing.plan_steps, 2, build, plan, batches, loss_jobs.mean_square):
         testing.assert_parity(records, expected)
+
+
+def test_hooks_of_a_first_forward_are_kept_beside_cut_layers() -> None:
+    """The layers were looked at on a copy alone, whose flag the stages did not have: refused."""
+    _assert_equal("installs", "tp=2,pp=2", jobs.run_cut)

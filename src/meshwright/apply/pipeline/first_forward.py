@@ -49,7 +49,7 @@ def see_calls(
         return observe(module, run, num_stages=num_stages, closed=closed, on_copy=on_copy).to_json()
 
     flow = Flow.from_json(tell_everyone(group, device, module, run, look))
-    if flow.shared and not on_copy and all(group.all_gather_json(run is not None, device=device)):
+    if flow.shared and all(group.all_gather_json(run is not None, device=device)):
         settled = None
         if run is not None:
             settled = settle(module, on_all_samples(run), device, in_eval_mode_too=begins_in_eval_mode(run))
