@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 
@@ -43,7 +44,79 @@ class Inside(nn.Module):
         return self.head((x + self.down(torch.relu(self.norm(self.up(x))))).mean(2))
 
 
-MODELS: dict[str, Any] = {"images": Images, "dropping": functools.partial(Images, 0.3), "inside": Inside}
+class _Acting(nn.BatchNorm2d):
+    """A layer whose class computes more than the norm, as timm's do, and calls the function by itself."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        rate = 0.2 if self.training else 0.0
+        statistics = self.running_mean, self.running_var
+        return scale * torch.tanh(F.batch_norm(x, *statistics, self.weight, self.bias, self.training, rate, self.eps))
+
+
+class _Around(nn.BatchNorm1d):
+    """A layer whose class calls torch's forward between other things."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x.flatten(1) + 1))
+
+
+class Acting(nn.Module):
+    """Norms of classes with forwards of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3, padding=1), _Acting(8), _Around(32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(F.adaptive_avg_pool2d(self.norm(self.first(x), scale=2.0), 2)))
+
+
+class _ByHand(nn.BatchNorm1d):
+    """A layer that takes its statistics without torch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return (x - x.mean(0)) / (x.var(0) + self.eps).sqrt()
+
+
+class ByHand(nn.Module):
+    """A norm that exchanges nothing; in eval mode where it is frozen."""
+
+    def __init__(self, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(108, 8), _ByHand(8), nn.Linear(8, 4)
+        self._is_frozen = is_frozen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train(self.training and not self._is_frozen)
+        return self.head(self.norm(self.up(x.flatten(1))))
+
+
+class Repeated(Images):
+    """A norm inside of what backward computes again."""
+
+    def __init__(self, *, is_reentrant: bool) -> None:
+        super().__init__()
+        self._is_reentrant = is_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = functools.partial(checkpoint, lambda y: torch.relu(self.norm(y)), use_reentrant=self._is_reentrant)
+        x = torch.relu(self.cumulative(self.second(norm(self.first(x))))).mean((2, 3))
+        return self.head(self.up(x))
+
+
+MODELS: dict[str, Any] = {
+    "images": Images,
+    "dropping": functools.partial(Images, 0.3),
+    "inside": Inside,
+    "acting": Acting,
+    "by hand": functools.partial(ByHand, is_frozen=False),
+    "by hand, frozen": functools.partial(ByHand, is_frozen=True),
+    "repeated": functools.partial(Repeated, is_reentrant=False),
+    "repeated, reentrant": functools.partial(Repeated, is_reentrant=True),
+}
 
 
 def _build(name: str) -> nn.Module:
@@ -61,14 +134,14 @@ def _batch(step: int, count: int = 7) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, 4, (count,), generator=generator)
 
 
-def plainly(name: str) -> tuple[list[float], dict[str, Tensor]]:
+def plainly(name: str, count: int = 7) -> tuple[list[float], dict[str, Tensor]]:
     """Return losses and state of three steps in plain torch."""
     model = _build(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(3):
         optimizer.zero_grad()
-        loss = _loss(model(_batch(step)[0]), _batch(step))
+        loss = _loss(model(_batch(step, count)[0]), _batch(step, count))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

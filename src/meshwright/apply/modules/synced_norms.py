@@ -7,13 +7,17 @@ the sums and the squares around the common mean of their channels; backward adds
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from meshwright._torch_private import is_in_backward
 from meshwright.apply.modules.forwards import with_forward
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import copy_to_group, reduce_from_group
@@ -84,7 +88,7 @@ class SyncedNorms:
         self.names = [name for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
         for name in self.names:
             child = module.get_submodule(name)
-            child.__class__ = with_forward(type(child), self._forward_of(type(child).forward), is_whole=True)
+            child.__class__ = with_forward(type(child), self._forward_of(name, type(child).forward), is_whole=True)
 
     @property
     def reason(self) -> str:
@@ -111,32 +115,70 @@ class SyncedNorms:
             fix=f"batches of at least {self._group.size} samples (drop_last=True)",
         )
 
-    def _forward_of(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def forward(norm: Any, input: Tensor) -> Tensor:
-            if self._owner != threading.get_ident() or not (norm.training or norm.running_mean is None):
-                return original(norm, input)
-            norm._check_input_dim(input)
-            return self._normalise(norm, input)
+    def _forward_of(self, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a forward that runs the class's own, in which batch_norm takes all ranks' samples inside of `running`.
+
+        Raises:
+            ApplyError: From that forward: the layer takes statistics of its own, or a backward repeats it.
+        """
+        repeated = False  # whether this layer's last forward was one of `running`, which its backward cannot repeat
+
+        def forward(norm: Any, *args: Any, **kwargs: Any) -> Tensor:
+            nonlocal repeated
+            uses_batch = norm.training or norm.running_mean is None
+            if self._owner != threading.get_ident():
+                if repeated and uses_batch and is_in_backward():
+                    raise _of_repeated(name)
+                repeated = repeated and is_in_backward()
+                with _PlainOfOne() if self._owner is not None else contextlib.nullcontext():
+                    return original(norm, *args, **kwargs)
+            repeated, exchanging = True, _Exchanging(self._group)
+            with exchanging:
+                result = original(norm, *args, **kwargs)
+            if uses_batch and not exchanging.has_seen:
+                raise _of_unseen(name, norm)
+            return result
 
         return forward
 
-    def _normalise(self, norm: Any, given: Tensor) -> Tensor:
-        """Return the layer's result for (samples, channels, ...), by the statistics of all ranks' samples."""
-        num_channels, dims = given.shape[1], [0, *range(2, given.dim())]
-        shape = [1, num_channels, *[1] * (given.dim() - 2)]
+
+class _Exchanging(TorchFunctionMode):
+    """Calls of batch_norm in training take the samples of all ranks of a group; classes may compute more beside them."""
+
+    def __init__(self, group: Communicator) -> None:
+        super().__init__()
+        self._group = group
+        self.has_seen = False
+        """Whether there was a call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        called = _BATCH_NORM_CALLS.get(func)
+        if called is None:
+            return func(*args, **(kwargs or {}))
+        self.has_seen = True
+        call = called(*args, **(kwargs or {}))
+        return self._normalise(call) if call.training else func(*args, **(kwargs or {}))
+
+    def _normalise(self, call: _Call) -> Tensor:
+        """Return the result for (samples, channels, ...), by the statistics of all ranks' samples."""
+        given, dims = call.input, [0, *range(2, call.input.dim())]
+        shape = [1, given.shape[1], *[1] * (given.dim() - 2)]
         with torch.autocast(given.device.type, enabled=False):
             x = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
-            own_count = x.new_full((1,), x.numel() // num_channels)
+            own_count = x.new_full((1,), x.numel() // max(given.shape[1], 1))
             sums = self._over_ranks(torch.cat([x.sum(dims), own_count]))
             count = sums[-1].detach()
             mean = sums[:-1] / count
             centred = x - mean.view(shape)
             # Around the common mean: squares minus the square of the mean would lose half of the digits.
             variance = self._over_ranks(centred.square().sum(dims)) / count
-            result = centred * (variance + norm.eps).rsqrt().view(shape)
-            if norm.weight is not None:
-                result = result * norm.weight.view(shape) + norm.bias.view(shape)
-            _keep(norm, mean.detach(), variance.detach(), count)
+            result = centred * (variance + call.eps).rsqrt().view(shape)
+            if call.weight is not None:
+                result = result * call.weight.view(shape)
+            if call.bias is not None:
+                result = result + call.bias.view(shape)
+            _keep(call, mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
         return result.to(given.dtype)
 
     def _over_ranks(self, term: Tensor) -> Tensor:
@@ -144,13 +186,67 @@ class SyncedNorms:
         return copy_to_group(reduce_from_group(term, self._group), self._group)
 
 
+class _PlainOfOne(TorchFunctionMode):
+    """Calls of batch_norm with one value per channel, which torch refuses in training, pass it on.
+
+    Proofs beside a step meet them. What a layer makes of such a value is used for nothing else.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        called = _BATCH_NORM_CALLS.get(func)
+        call = None if called is None else called(*args, **(kwargs or {}))
+        if call is None or not call.training or call.input.numel() != call.input.shape[1]:
+            return func(*args, **(kwargs or {}))
+        zeros = call.input.detach().new_zeros(call.input.shape[1])
+        return F.batch_norm(call.input, zeros, zeros + 1, call.weight, call.bias, eps=call.eps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments of torch.nn.functional.batch_norm."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
+def _of_torch(*args: Any, **kwargs: Any) -> _Call:
+    """Return the arguments of a call of torch.batch_norm, which come in another order."""
+    order = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+    named = {**dict(zip(order, args, strict=False)), **kwargs}
+    named.pop("cudnn_enabled", None)
+    return _Call(**named)
+
+
+_BATCH_NORM_CALLS: dict[Any, Callable[..., _Call]] = {F.batch_norm: _Call, torch.batch_norm: _of_torch}
+"""Functions that normalise by a batch, and what reads their arguments."""
+
+
 @torch.no_grad()
-def _keep(norm: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    """Move the running statistics, as torch's layer does."""
-    if not norm.training or norm.running_mean is None:
-        return
-    norm.num_batches_tracked.add_(1)
-    share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    unbiased = variance * (count / (count - 1).clamp(min=1))
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
+def _keep(call: _Call, mean: Tensor, unbiased: Tensor) -> None:
+    """Move the running statistics, as torch's function does."""
+    for running, value in ((call.running_mean, mean), (call.running_var, unbiased)):
+        if running is not None:
+            running.lerp_(value.to(running.dtype), call.momentum)
+
+
+def _of_repeated(name: str) -> ApplyError:
+    return ApplyError(
+        f"backward repeats the forward of '{name}' (torch.utils.checkpoint), which normalised over the samples of all ranks: "
+        "the repetition would see this rank's alone (rule: with sync_batch_norm a norm's forward runs once)",
+        fix=f"leave '{name}' out of the checkpoint, or sync_batch_norm=False",
+    )
+
+
+def _of_unseen(name: str, norm: nn.Module) -> ApplyError:
+    return ApplyError(
+        f"'{name}' (a {type(norm).__name__}) does not compute by torch.nn.functional.batch_norm, so that what it takes of "
+        "a batch is this rank's own, and sync_batch_norm cannot make it that of all ranks",
+        fix=f"put '{name}' into eval mode, where it uses running statistics, or sync_batch_norm=False",
+    )
