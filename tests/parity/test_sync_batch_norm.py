@@ -20,6 +20,7 @@ def test_is_one_device_s(line: str, name: str) -> None:
     for found in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, name, line):
         assert found[0] == pytest.approx(losses, rel=FLOAT64)
         assert any("sync_batch_norm" in reason for reason in found[2])
+        assert not any("rows of a share" in reason for reason in found[2])
         for key, value in state.items():
             torch.testing.assert_close(found[1][key], value, rtol=1e-11, atol=1e-13)
 
@@ -34,6 +35,11 @@ def test_a_rank_with_one_value_per_channel_is_one_device_s(line: str) -> None:
         assert found[0] == pytest.approx(losses, rel=FLOAT64)
         for key, value in state.items():
             torch.testing.assert_close(found[1][key], value, rtol=1e-11, atol=1e-13)
+
+
+def test_rows_that_are_chosen_by_their_place_in_a_share_are_told() -> None:
+    for found in testing.run_ranks(functools.partial(jobs.train, count=8), 2, "chunks", "dp=2"):
+        assert any("'norm' normalised 2 rows of a share of 4 samples" in reason for reason in found[2])
 
 
 @pytest.mark.parametrize("name", ["repeated", "repeated, reentrant"])

@@ -96,7 +96,7 @@ class ParallelModel:
     def plan(self) -> Plan:
         """The plan that was applied; under tensor parallelism with what is cut, and why the rest is not, once that is known."""
         plan = self.engine.detail(self._plan)
-        told = self.stepper.rule.reasons
+        told = self.stepper.rule.told
         told += () if self.stepper.draws is None else self.stepper.draws.reasons
         return plan.replace(reasons=(*plan.reasons, *told)) if told else plan
 

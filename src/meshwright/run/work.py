@@ -70,7 +70,7 @@ class LossWork:
 
     def loss_of(self, module: nn.Module, micro_batch: MicroBatch) -> LossTerm | None:
         draws = contextlib.nullcontext() if self._draws is None else self._draws.forward(micro_batch)
-        with draws, self._terms.norms_of(is_step=self._is_trained is not None):
+        with draws, self._terms.norms_of(micro_batch.batch, is_step=self._is_trained is not None):
             term = self._terms.of_any(module, micro_batch.batch, micro_batch.weight)
         if term is not None and isinstance(term.value, FakeTensor):
             raise ApplyError(

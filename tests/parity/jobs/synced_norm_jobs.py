@@ -72,6 +72,17 @@ class Acting(nn.Module):
         return self.head(self.last(F.adaptive_avg_pool2d(self.norm(self.first(x), scale=2.0), 2)))
 
 
+class Chunks(nn.Module):
+    """A norm of each half of what it gets: which samples are in a half depends on the share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(108, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.norm(part) for part in self.up(x.flatten(1)).chunk(2)]))
+
+
 class _ByHand(nn.BatchNorm1d):
     """A layer that takes its statistics without torch's function."""
 
@@ -112,6 +123,7 @@ MODELS: dict[str, Any] = {
     "dropping": functools.partial(Images, 0.3),
     "inside": Inside,
     "acting": Acting,
+    "chunks": Chunks,
     "by hand": functools.partial(ByHand, is_frozen=False),
     "by hand, frozen": functools.partial(ByHand, is_frozen=True),
     "repeated": functools.partial(Repeated, is_reentrant=False),

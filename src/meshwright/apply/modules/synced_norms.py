@@ -85,21 +85,29 @@ class SyncedNorms:
         self._group = group
         self._owner: int | None = None
         """The thread whose forwards exchange now."""
+        self._num_samples = 0
+        self._few: str | None = None
+        """A reason for a call on fewer rows than samples; None until there is one."""
         self.names = [name for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
         for name in self.names:
             child = module.get_submodule(name)
             child.__class__ = with_forward(type(child), self._forward_of(name, type(child).forward), is_whole=True)
 
     @property
-    def reason(self) -> str:
+    def reasons(self) -> tuple[str, ...]:
         """What the plan tells of them."""
         names = some_of([repr(name) for name in self.names], 1)
-        return f"batch: {names} normalise over the samples of all {self._group.size} ranks (sync_batch_norm)"
+        told = f"batch: {names} normalise over the samples of all {self._group.size} ranks (sync_batch_norm)"
+        return (told,) if self._few is None else (told, self._few)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Exchange statistics in forwards of this thread inside the context; every rank of the batch runs the same."""
-        self._owner = threading.get_ident()
+    def running(self, num_samples: int) -> Iterator[None]:
+        """Exchange statistics in forwards of this thread inside the context; every rank of the batch runs the same.
+
+        Args:
+            num_samples: Samples of this rank's share [count].
+        """
+        self._owner, self._num_samples = threading.get_ident(), num_samples
         try:
             yield
         finally:
@@ -137,9 +145,17 @@ class SyncedNorms:
                 result = original(norm, *args, **kwargs)
             if uses_batch and not exchanging.has_seen:
                 raise _of_unseen(name, norm)
+            self._look_at_rows(name, min(exchanging.rows, default=self._num_samples))
             return result
 
         return forward
+
+    def _look_at_rows(self, name: str, num_rows: int) -> None:
+        if num_rows < self._num_samples and self._few is None:
+            self._few = (
+                f"batch: '{name}' normalised {num_rows} rows of a share of {self._num_samples} samples: where a sample's values "
+                "choose it, that is one device's; where its place in the share does (x.chunk(2)), it is not"
+            )
 
 
 class _Exchanging(TorchFunctionMode):
@@ -150,6 +166,8 @@ class _Exchanging(TorchFunctionMode):
         self._group = group
         self.has_seen = False
         """Whether there was a call."""
+        self.rows: list[int] = []
+        """Dim 0 of what calls in training got [count]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -158,7 +176,10 @@ class _Exchanging(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self.has_seen = True
         call = called(*args, **(kwargs or {}))
-        return self._normalise(call) if call.training else func(*args, **(kwargs or {}))
+        if not call.training:
+            return func(*args, **(kwargs or {}))
+        self.rows.append(call.input.shape[0])
+        return self._normalise(call)
 
     def _normalise(self, call: _Call) -> Tensor:
         """Return the result for (samples, channels, ...), by the statistics of all ranks' samples."""

@@ -91,6 +91,11 @@ class LossRule:
         """What is to be known of the loss, for people."""
 
     @property
+    def told(self) -> tuple[str, ...]:
+        """What is to be known of the batch and the loss by now, for people."""
+        return self.reasons if self.norms is None or not self.is_settled else (*self.norms.reasons, *self.reasons)
+
+    @property
     def loss_fn(self) -> Callable[[Any, Any], Any] | None:
         """The user's loss, or None for the model's own."""
         return self._loss_fn
@@ -103,8 +108,7 @@ class LossRule:
     def settle(self, counted: Counted | None, *, guards: Sequence[Guard] = (), reasons: Sequence[str] = ()) -> None:
         """Set what the mean is taken over; None keeps the assumption."""
         self._counted = counted or self._counted
-        own = () if self.norms is None else (self.norms.reason,)
-        self._guards, self.reasons, self.is_settled = tuple(guards), (*own, *reasons), True
+        self._guards, self.reasons, self.is_settled = tuple(guards), tuple(reasons), True
 
     def find_uneven(self, parts: Sequence[Any]) -> ApplyError | None:
         """Return an error if the labels of these micro-batches do not fit the weights found on the first batch, or there are none

@@ -68,10 +68,10 @@ class LossTerms:
         """Return the context of forward and loss."""
         return self.casts.in_forward()
 
-    def norms_of(self, *, is_step: bool) -> contextlib.AbstractContextManager[Any]:
+    def norms_of(self, part: Any, *, is_step: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which BatchNorm layers take the samples of all ranks, where they do, in steps."""
         norms = self._rule.norms
-        return norms.running() if norms is not None and is_step else contextlib.nullcontext()
+        return norms.running(self._splitter.count(part)) if norms is not None and is_step else contextlib.nullcontext()
 
     def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
         """Return the loss of a micro-batch; None on a pipeline stage that it does not need."""
