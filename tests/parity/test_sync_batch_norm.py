@@ -87,6 +87,18 @@ def test_a_rank_without_a_sample_is_refused_on_all_ranks_with_its_fix() -> None:
         assert "at least 3 samples" in str(outcome.error)
 
 
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("no samples", "no sample in its share"), ("forward", "of the user's code"), ("loss", "out of bounds")],
+)
+def test_a_rank_that_cannot_go_on_says_why_and_the_others_name_it(what: str, words: str) -> None:
+    # Over gloo the others waited in their norms until the time was over; over shared memory the reason was a disagreement.
+    first, second = testing.run_outcomes(jobs.stopped, 2, what, "dp=2")
+    assert words in str(second.error)
+    assert not isinstance(second.error, mw.MeshwrightError) or what == "no samples"
+    assert "rank 1 cannot" in str(first.error)
+
+
 def test_an_evaluation_needs_no_sample_on_each_rank() -> None:
     expected = testing.run_ranks(jobs.evaluated, 1, "single")[0]
     for found in testing.run_ranks(jobs.evaluated, 3, "dp=3"):

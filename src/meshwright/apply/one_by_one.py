@@ -32,9 +32,6 @@ class RunsPasses(Protocol):
     @property
     def needs_lockstep(self) -> bool: ...
 
-    @property
-    def may_stop_alone(self) -> bool: ...
-
     def arm(self) -> None: ...
 
     def begin_backward(self) -> None: ...
@@ -95,7 +92,7 @@ def _run_one(
         with ledger.span("forward", f"F{place}", {"micro_batch": place}):
             term = work.loss_of(module, chunk)
     except Exception as error:
-        if engine.may_stop_alone:  # the others hear of it before this rank stops
+        if work.may_stop_alone:  # the others hear of it before this rank stops
             work.tell_failure(error, is_alone=True)
         raise
     if term is None or not has_backward:

@@ -48,6 +48,11 @@ class StepWork(Protocol[TermT]):
         """The micro-batches of this rank, in their order; perhaps none."""
         ...
 
+    @property
+    def may_stop_alone(self) -> bool:
+        """Whether a rank that stops in its forward or its loss can still tell the others."""
+        ...
+
     def agree(self) -> int:
         """Wait until all ranks have agreed to take this step. An engine whose forwards wait for other ranks calls it first.
 

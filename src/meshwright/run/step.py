@@ -280,11 +280,9 @@ class Stepper:
         switched = self._guard.find_switched() if broken is None else None
         counts = [self.splitter.count(part) for part in parts]
         moved = self.engine.buffers_changed()
-        is_there = self.engine.everyone.shares_memory
         has_places = self.draws is not None and self.draws.has_places
-        knows_first = (
-            is_there or self.engine.agrees_first or may_try or self.sentinels.needs_agreement_first or has_places
-        )
+        waits = self.engine.everyone.shares_memory or self.engine.agrees_first or self.rule.exchanges_in_forward
+        knows_first = waits or may_try or self.sentinels.needs_agreement_first or has_places
         agreement = Agreement(
             self.engine.everyone,
             self.engine.device,

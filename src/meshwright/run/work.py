@@ -64,6 +64,11 @@ class LossWork:
         # Alone, backward is run from the mean.
         self._is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
 
+    @property
+    def may_stop_alone(self) -> bool:
+        """Whether a rank that stops in its forward can still tell the others: where none waits for it inside of theirs."""
+        return self._engine.may_stop_alone and not (self._is_trained is not None and self._terms.exchanges_in_forward)
+
     def agree(self) -> int:
         self._agreement.wait()
         return self._agreement.num_passes
@@ -109,7 +114,7 @@ class LossWork:
         # gradients that some ranks have begun to exchange by then.
         shares_memory = engine.group.shares_memory_of(engine.device)
         later = is_trained is None or (shares_memory and not engine.exchanges_in_backward)
-        has_begun = is_trained is not None and engine.may_stop_alone
+        has_begun = is_trained is not None and self.may_stop_alone
         return SumExchange(
             *(engine.loss_group, engine.device, [term for term in terms if not term.is_empty]),
             buffers_changed=self._looks_at_buffers or engine.buffers_changed(),

@@ -190,3 +190,23 @@ def whole_after_training(line: str) -> tuple[bool, Tensor]:
         share = torch.arange(32.0, dtype=torch.float64).view(2, 8, 2) ** 0.5
         is_users = isinstance(norm, nn.BatchNorm2d) and type(norm) == nn.BatchNorm2d  # noqa: E721
         return is_users, norm(share[..., None]).mean((0, 2, 3)) - norm.bias
+
+
+def stopped(what: str, line: str) -> None:
+    """Train a step; rank 1 cannot take the second one, or its code raises in it, behind a norm or in the loss."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(lambda: _build("images"), line, loss_fn=_loss, optimizer=sgd, sync_batch_norm=True) as model:
+        model.step(mw.split_batch(_batch(0), model))
+        images, labels = mw.split_batch(_batch(1), model)
+        if mw.current_world().rank == 1:
+            if what == "no samples":
+                images, labels = images[:0], labels[:0]
+            elif what == "forward":
+                model.module.norm.register_forward_hook(_raise)
+            elif what == "loss":
+                labels = labels + 100
+        model.step((images, labels))
+
+
+def _raise(*_: Any) -> None:
+    raise ValueError("of the user's code")

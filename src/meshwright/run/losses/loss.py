@@ -105,6 +105,11 @@ class LossRule:
         """Whether the loss is the user's, not the model's own."""
         return self._loss_fn is not None
 
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether ranks wait for one another inside of a step's forward, which each has to begin then."""
+        return self.norms is not None
+
     def settle(self, counted: Counted | None, *, guards: Sequence[Guard] = (), reasons: Sequence[str] = ()) -> None:
         """Set what the mean is taken over; None keeps the assumption."""
         self._counted = counted or self._counted

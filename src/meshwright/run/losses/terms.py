@@ -68,6 +68,11 @@ class LossTerms:
         """Return the context of forward and loss."""
         return self.casts.in_forward()
 
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether ranks wait for one another inside of a step's forward."""
+        return self._rule.exchanges_in_forward
+
     def norms_of(self, part: Any, *, is_step: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which BatchNorm layers take the samples of all ranks, where they do, in steps."""
         norms = self._rule.norms
