@@ -25,13 +25,12 @@ def test_is_one_device_s(line: str, name: str) -> None:
             torch.testing.assert_close(found[1][key], value, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["acting", "teacher"])
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,tp=2"])
-def test_a_rank_with_one_value_per_channel_is_one_device_s(line: str) -> None:
+def test_a_rank_with_one_value_per_channel_is_one_device_s(line: str, name: str) -> None:
     # The norms of features see one value there; ranks that cut them beside ranks that cannot prove the cut would not agree.
-    losses, state = jobs.plainly("acting", 3)
-    for found in testing.run_ranks(
-        functools.partial(jobs.train, count=3), mw.Plan.parse(line).num_ranks, "acting", line
-    ):
+    losses, state = jobs.plainly(name, 3)
+    for found in testing.run_ranks(functools.partial(jobs.train, count=3), mw.Plan.parse(line).num_ranks, name, line):
         assert found[0] == pytest.approx(losses, rel=FLOAT64)
         for key, value in state.items():
             torch.testing.assert_close(found[1][key], value, rtol=1e-11, atol=1e-13)
@@ -85,6 +84,13 @@ def test_a_rank_without_a_sample_is_refused_on_all_ranks_with_its_fix() -> None:
     for outcome in testing.run_outcomes(functools.partial(jobs.train, count=2), 3, "images", "dp=3"):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "at least 3 samples" in str(outcome.error)
+
+
+def test_a_forward_that_was_set_on_a_layer_is_refused() -> None:
+    # It ran as it was, with the statistics of each rank's share: gradients 1.2 off.
+    for outcome in testing.run_outcomes(jobs.with_own_forward, 2, "dp=2"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "'norm' has a forward that was set on it" in str(outcome.error)
 
 
 @pytest.mark.parametrize(

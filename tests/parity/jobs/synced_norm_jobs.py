@@ -44,6 +44,26 @@ class Inside(nn.Module):
         return self.head((x + self.down(torch.relu(self.norm(self.up(x))))).mean(2))
 
 
+class Teacher(nn.Module):
+    """The same norms twice, once without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(108, 8)
+        self.own, self.fixed = _head(), _head()
+        self.fixed.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x.flatten(1))
+        with torch.no_grad():
+            target = self.fixed(x)
+        return self.own(x) + target
+
+
+def _head() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 4))
+
+
 class _Acting(nn.BatchNorm2d):
     """A layer whose class computes more than the norm, as timm's do, and calls the function by itself."""
 
@@ -122,6 +142,7 @@ MODELS: dict[str, Any] = {
     "images": Images,
     "dropping": functools.partial(Images, 0.3),
     "inside": Inside,
+    "teacher": Teacher,
     "acting": Acting,
     "chunks": Chunks,
     "by hand": functools.partial(ByHand, is_frozen=False),
@@ -190,6 +211,19 @@ def whole_after_training(line: str) -> tuple[bool, Tensor]:
         share = torch.arange(32.0, dtype=torch.float64).view(2, 8, 2) ** 0.5
         is_users = isinstance(norm, nn.BatchNorm2d) and type(norm) == nn.BatchNorm2d  # noqa: E721
         return is_users, norm(share[..., None]).mean((0, 2, 3)) - norm.bias
+
+
+def _with_own_forward() -> nn.Module:
+    model = _build("images")
+    norm = model.norm
+    model.norm.forward = lambda x: F.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
+    return model
+
+
+def with_own_forward(line: str) -> None:
+    """Apply a plan to a model one of whose norms has a forward of its own on the object."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    mw.apply_plan(_with_own_forward, line, loss_fn=_loss, optimizer=sgd, sync_batch_norm=True).close()
 
 
 def stopped(what: str, line: str) -> None:

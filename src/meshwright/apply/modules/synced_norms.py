@@ -78,11 +78,16 @@ class SyncedNorms:
     Args:
         module: The model, whose layers get a subclass of their class.
         group: The ranks that share a batch.
+
+    Raises:
+        ApplyError: A layer's forward is not its class's.
     """
 
     def __init__(self, module: nn.Module, group: Communicator) -> None:
         self._module = module
         self._group = group
+        self._home = threading.get_ident()
+        """The thread of the model; proofs of layouts have threads of their own."""
         self._owner: int | None = None
         """The thread whose forwards exchange now."""
         self._num_samples = 0
@@ -91,6 +96,11 @@ class SyncedNorms:
         self.names = [name for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
         for name in self.names:
             child = module.get_submodule(name)
+            if "forward" in vars(child):
+                raise ApplyError(
+                    f"'{name}' has a forward that was set on it, in place of its class's: sync_batch_norm cannot be around it",
+                    fix="put that forward into a subclass of the layer's class, or sync_batch_norm=False",
+                )
             child.__class__ = with_forward(type(child), self._forward_of(name, type(child).forward), is_whole=True)
 
     @property
@@ -138,7 +148,8 @@ class SyncedNorms:
                 if repeated and uses_batch and is_in_backward():
                     raise _of_repeated(name)
                 repeated = repeated and is_in_backward()
-                with _PlainOfOne() if self._owner is not None else contextlib.nullcontext():
+                is_proof = self._owner is not None or threading.get_ident() != self._home
+                with _PlainOfOne() if is_proof else contextlib.nullcontext():
                     return original(norm, *args, **kwargs)
             repeated, exchanging = True, _Exchanging(self._group)
             with exchanging:
@@ -181,7 +192,7 @@ class _Exchanging(TorchFunctionMode):
         self.rows.append(call.input.shape[0])
         return self._normalise(call)
 
-    def _normalise(self, call: _Call) -> Tensor:
+    def _normalise(self, call: _NormCall) -> Tensor:
         """Return the result for (samples, channels, ...), by the statistics of all ranks' samples."""
         given, dims = call.input, [0, *range(2, call.input.dim())]
         shape = [1, given.shape[1], *[1] * (given.dim() - 2)]
@@ -210,7 +221,8 @@ class _Exchanging(TorchFunctionMode):
 class _PlainOfOne(TorchFunctionMode):
     """Calls of batch_norm with one value per channel, which torch refuses in training, pass it on.
 
-    Proofs beside a step meet them. What a layer makes of such a value is used for nothing else.
+    Proofs meet them, on the rank that has one value alone: it would run whole what the others have cut.
+    What a layer makes of such a value there is used for nothing else.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,7 +236,7 @@ class _PlainOfOne(TorchFunctionMode):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
+class _NormCall:
     """Arguments of torch.nn.functional.batch_norm."""
 
     input: Tensor
@@ -237,20 +249,20 @@ class _Call:
     eps: float = 1e-5
 
 
-def _of_torch(*args: Any, **kwargs: Any) -> _Call:
+def _of_torch(*args: Any, **kwargs: Any) -> _NormCall:
     """Return the arguments of a call of torch.batch_norm, which come in another order."""
     order = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
     named = {**dict(zip(order, args, strict=False)), **kwargs}
     named.pop("cudnn_enabled", None)
-    return _Call(**named)
+    return _NormCall(**named)
 
 
-_BATCH_NORM_CALLS: dict[Any, Callable[..., _Call]] = {F.batch_norm: _Call, torch.batch_norm: _of_torch}
+_BATCH_NORM_CALLS: dict[Any, Callable[..., _NormCall]] = {F.batch_norm: _NormCall, torch.batch_norm: _of_torch}
 """Functions that normalise by a batch, and what reads their arguments."""
 
 
 @torch.no_grad()
-def _keep(call: _Call, mean: Tensor, unbiased: Tensor) -> None:
+def _keep(call: _NormCall, mean: Tensor, unbiased: Tensor) -> None:
     """Move the running statistics, as torch's function does."""
     for running, value in ((call.running_mean, mean), (call.running_var, unbiased)):
         if running is not None:
