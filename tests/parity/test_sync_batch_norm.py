@@ -86,6 +86,16 @@ def test_a_rank_without_a_sample_is_refused_on_all_ranks_with_its_fix() -> None:
         assert "at least 3 samples" in str(outcome.error)
 
 
+def test_a_sample_that_is_not_finite_is_found_where_a_rank_has_it_alone() -> None:
+    expected = testing.run_ranks(jobs.not_finite, 1, "single", "skip")[0]
+    assert expected[0]
+    for found in testing.run_ranks(jobs.not_finite, 2, "dp=2", "skip"):
+        assert found == pytest.approx(expected, rel=FLOAT64)
+    for outcome in testing.run_outcomes(jobs.not_finite, 2, "dp=2", "stop"):
+        assert isinstance(outcome.error, mw.NonFiniteError)
+        assert "rank 1" in str(outcome.error)
+
+
 def test_a_forward_that_was_set_on_a_layer_is_refused() -> None:
     # It ran as it was, with the statistics of each rank's share: gradients 1.2 off.
     for outcome in testing.run_outcomes(jobs.with_own_forward, 2, "dp=2"):

@@ -93,10 +93,11 @@ class LossWork:
     @contextlib.contextmanager
     def around(self, index: int) -> Iterator[None]:
         """Repeat a micro-batch's forward and backward inside the context, with the random numbers of the step."""
-        if self._draws is None:
-            yield
-            return
-        with self._draws.running(), self._draws.forward(self.micro_batches[index]):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._terms.norms_repeating())
+            if self._draws is not None:
+                stack.enter_context(self._draws.running())
+                stack.enter_context(self._draws.forward(self.micro_batches[index]))
             yield
 
     def end_losses(self, terms: Sequence[LossTerm]) -> None:

@@ -213,6 +213,17 @@ def whole_after_training(line: str) -> tuple[bool, Tensor]:
         return is_users, norm(share[..., None]).mean((0, 2, 3)) - norm.bias
 
 
+def not_finite(line: str, what: str) -> tuple[bool, float]:
+    """Return whether a step was left out whose only sample on rank 1 is not a number, and the loss of the next one."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    build = functools.partial(_build, "acting")
+    with mw.apply_plan(build, line, loss_fn=_loss, optimizer=sgd, sync_batch_norm=True, non_finite=what) as model:
+        images, labels = _batch(0, 3)
+        images[2] = torch.nan
+        skipped = model.step(mw.split_batch((images, labels), model)).skipped
+        return skipped, model.step(mw.split_batch(_batch(1, 3), model)).loss
+
+
 def _with_own_forward() -> nn.Module:
     model = _build("images")
     norm = model.norm

@@ -90,6 +90,7 @@ class SyncedNorms:
         """The thread of the model; proofs of layouts have threads of their own."""
         self._owner: int | None = None
         """The thread whose forwards exchange now."""
+        self._is_repeating = False
         self._num_samples = 0
         self._few: str | None = None
         """A reason for a call on fewer rows than samples; None until there is one."""
@@ -123,6 +124,15 @@ class SyncedNorms:
         finally:
             self._owner = None
 
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Let this rank repeat its forward alone, one value per channel too: what is not finite is sought so."""
+        self._is_repeating = True
+        try:
+            yield
+        finally:
+            self._is_repeating = False
+
     def find_empty(self, num_samples: int) -> ApplyError | None:
         """Return an error for a rank that cannot join a step's exchanges: without a sample it runs no forward."""
         if num_samples or not self._module.training:
@@ -148,8 +158,8 @@ class SyncedNorms:
                 if repeated and uses_batch and is_in_backward():
                     raise _of_repeated(name)
                 repeated = repeated and is_in_backward()
-                is_proof = self._owner is not None or threading.get_ident() != self._home
-                with _PlainOfOne() if is_proof else contextlib.nullcontext():
+                is_trial = self._is_repeating or self._owner is not None or threading.get_ident() != self._home
+                with _PlainOfOne() if is_trial else contextlib.nullcontext():
                     return original(norm, *args, **kwargs)
             repeated, exchanging = True, _Exchanging(self._group)
             with exchanging:
@@ -221,7 +231,7 @@ class _Exchanging(TorchFunctionMode):
 class _PlainOfOne(TorchFunctionMode):
     """Calls of batch_norm with one value per channel, which torch refuses in training, pass it on.
 
-    Proofs meet them, on the rank that has one value alone: it would run whole what the others have cut.
+    Proofs and repeated forwards meet them, on the rank that has one value: it would run whole what the others have cut.
     What a layer makes of such a value there is used for nothing else.
     """
 

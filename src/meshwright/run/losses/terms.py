@@ -78,6 +78,11 @@ class LossTerms:
         norms = self._rule.norms
         return norms.running(self._splitter.count(part)) if norms is not None and is_step else contextlib.nullcontext()
 
+    def norms_repeating(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which this rank repeats a step's forward alone."""
+        norms = self._rule.norms
+        return contextlib.nullcontext() if norms is None else norms.repeating()
+
     def of(self, module: nn.Module, part: Any, weight: float) -> LossTerm | None:
         """Return the loss of a micro-batch; None on a pipeline stage that it does not need."""
         with self._engine.switch.user_code(), self.autocast():
