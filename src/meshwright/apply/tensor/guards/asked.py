@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.modules.copies import map_call
+from meshwright.apply.tensor.guards.asked_shapes import are_worth_it, without_numbers
 from meshwright.apply.tensor.guards.asked_sizes import AskedSize, origins_in, plain_sizes
 from meshwright.apply.tensor.sizes import numbers_compared
 from meshwright.apply.tensor.types.typed_run import READS, is_torchs_own, name_of
@@ -246,7 +247,7 @@ def _follow_sizes(
     found: list[list[frozenset[int]]] = [[frozenset() for _ in sizes] for _, sizes in expected]
     counts: set[int] = set()
     for size in own if len(own) <= _MAX_SIZES else []:
-        changed = _with_another(run, fresh, size, resizes=resizes)
+        changed = _with_another(run, fresh, size, expected, resizes=resizes)
         if changed is None or [func for func, _ in changed] != [func for func, _ in expected]:
             counts.add(size)
             continue
@@ -272,16 +273,33 @@ def run_and_note(module: nn.Module, inputs: Any) -> tuple[Any, list[Event]]:
 
 
 def _with_another(
-    run: Run, fresh: Callable[[], tuple[nn.Module, Any]], size: int, *, resizes: bool
+    run: Run, fresh: Callable[[], tuple[nn.Module, Any]], size: int, expected: list[Event], *, resizes: bool
 ) -> list[Event] | None:
-    """Return the functions called with one argument size changed: twice as large, or else smaller by one."""
+    """Return the functions called with one argument size changed: twice as large, or else smaller by one.
+
+    Of large tensors the shapes alone are computed, where the same functions are called so.
+    """
     for other in (2 * size, size - 1):
         module, inputs = fresh()
-        given = map_call(inputs, lambda tensor, other=other: _resized(tensor, size, other))
-        events = _events(run, module, given, resizes=resizes)
+
+        def resize(tensor: Tensor, other: int = other) -> Tensor:
+            return _resized(tensor, size, other)
+
+        if are_worth_it(inputs):
+            events = _events_of_shapes(run, module, map_call(inputs, resize), resizes=resizes)
+            if events is not None and [func for func, _ in events] == [func for func, _ in expected]:
+                return events
+        events = _events(run, module, map_call(inputs, resize), resizes=resizes)
         if events is not None:
             return events
     return None
+
+
+def _events_of_shapes(run: Run, module: nn.Module, inputs: Any, *, resizes: bool) -> list[Event] | None:
+    try:
+        return _events(run, *without_numbers(module, inputs), resizes=resizes)
+    except Exception:  # noqa: BLE001 - whatever a tensor or an object raises that has no copy without numbers
+        return None
 
 
 def _events(run: Run, module: nn.Module, inputs: Any, *, resizes: bool = False) -> list[Event] | None:

@@ -382,7 +382,7 @@ class Experiment:
 
 
 def _is_of_results(error: BaseException) -> bool:
-    return isinstance(error, DisprovedError) and error.difference.kind is Disproof.RESULT_VALUES
+    return isinstance(error, DisprovedError) and error.difference.kind in (Disproof.RESULT_VALUES, Disproof.ROUNDING)
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

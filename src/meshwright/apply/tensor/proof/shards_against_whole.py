@@ -30,6 +30,10 @@ TOLERANCE = 1e-10
 """Largest difference, relative to the tensor's largest entry, that float64 is given; a wrong cut is off by far more."""
 
 
+NEARLY = 1e-7
+"""Largest difference, relative as above, that a wrong cut does not make: steps behind it have multiplied rounding."""
+
+
 class Disproof(enum.Enum):
     """In what shards and the whole part; the search decides by it which change may help."""
 
@@ -38,6 +42,7 @@ class Disproof(enum.Enum):
     GRADIENT_VALUES = "a gradient has other values"
     GRADIENT = "a gradient has another shape, or is a term in one call and the whole in another"
     RESULT_VALUES = "a result has other values"
+    ROUNDING = "a result or a gradient is nearly the same: no other cut is nearer"
     OTHER = "anything else"
 
     @property
@@ -131,16 +136,26 @@ def furthest(mine: Tensor, whole: Tensor) -> float:
 def check_equal(mine: Tensor | None, whole: Tensor | None, what: str, least: float = _LEAST) -> None:
     """Raise DisprovedError where two tensors are not equal to rounding; see `is_equal`."""
     if not is_equal(mine, whole, least):
-        is_shape = mine is None or whole is None or mine.shape != whole.shape
-        raise DisprovedError(_difference(mine, whole, what), Disproof.OTHER if is_shape else Disproof.RESULT_VALUES)
+        kind = _kind_of(mine, whole, least, shape=Disproof.OTHER, values=Disproof.RESULT_VALUES)
+        raise DisprovedError(_difference(mine, whole, what), kind)
 
 
 def check_gradient(mine: Tensor | None, whole: Tensor | None, of: str, least: float) -> None:
     """Raise DisprovedError where two gradients are not equal to rounding; see `is_equal`."""
     if not is_equal(mine, whole, least):
-        is_shape = mine is None or whole is None or mine.shape != whole.shape
-        kind = Disproof.GRADIENT if is_shape else Disproof.GRADIENT_VALUES
+        kind = _kind_of(mine, whole, least, shape=Disproof.GRADIENT, values=Disproof.GRADIENT_VALUES)
         raise DisprovedError(_difference(mine, whole, f"the gradient of {of}"), kind)
+
+
+def _kind_of(
+    mine: Tensor | None, whole: Tensor | None, least: float, *, shape: Disproof, values: Disproof
+) -> Disproof:
+    """Return what tensors that are not equal differ in; `shape` and `values` say it of these two."""
+    if mine is None or whole is None or mine.shape != whole.shape:
+        return shape
+    is_real = mine.dtype == whole.dtype and (whole.is_floating_point() or whole.is_complex())
+    is_near = is_real and furthest(mine, whole) <= NEARLY * max(largest(whole), least) < math.inf
+    return Disproof.ROUNDING if is_near else values
 
 
 def check_shards(

@@ -80,6 +80,24 @@ def _rows_beside(row: Product, trace: Trace, taken: set[int]) -> tuple[Product, 
     return tuple(calls[0] for calls in others) if are_alike and first[0] is row else ()
 
 
+def in_order(trace: Trace) -> list[int]:
+    """Return the keys of products in the order in which their pairs are cut.
+
+    Late ones are the row of a pair, and a column of a larger pair in the same module. The last are rows with others beside
+    them, each of which may be a column of a pair of its own.
+    """
+    pairs = [pair for key in trace.products if (pair := pair_of(key, trace, set())) is not None]
+    scopes = [pair.scope(trace) for pair in pairs]
+    late = {
+        pair.row.key
+        for pair, scope in zip(pairs, scopes, strict=True)
+        for other, around in zip(pairs, scopes, strict=True)
+        if scope == around and pair.row in other.columns and len(other.columns) > len(pair.columns)
+    }
+    several = {pair.row.key for pair in pairs if pair.rows_beside}
+    return sorted(trace.products, key=lambda key: (key in several, key in late))
+
+
 def meets_whole(pair: Pair, trace: Trace) -> bool:
     """Tell whether a column's result is added to a whole tensor of its shape, or joined with one: no cut of the pair fits.
 

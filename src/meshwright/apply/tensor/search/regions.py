@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.apply.tensor.cutting import find_tensor
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import describe_likeness, places_of
 from meshwright.apply.tensor.proof.conditions import Conditions
@@ -26,8 +25,9 @@ from meshwright.apply.tensor.search.fewer_rows import experiment_with_fewer_rows
 from meshwright.apply.tensor.search.narrowing import Narrowed, narrow
 from meshwright.apply.tensor.search.other_sizes import ALWAYS_TRIED, OtherSizes
 from meshwright.apply.tensor.search.passed_on import PassedOn
+from meshwright.apply.tensor.search.surroundings import SurroundedError, Surroundings
 from meshwright.apply.tensor.search.trace import Call, Trace
-from meshwright.apply.tensor.tensor_layout import Region, is_inside
+from meshwright.apply.tensor.tensor_layout import Region, TensorLayout, is_inside
 
 __all__: list[str] = []
 
@@ -51,10 +51,6 @@ MANY_BESIDE = 12
 
 MAX_ALL_TRIALS = 4000
 """Proofs of all regions; what is not proven by then stays whole, on a slow machine as on a quick one [count]."""
-
-
-class SurroundedError(DisprovedError):
-    """A region is proven alone but not in its place: something else is cut or used there."""
 
 
 class _ScopeTrial:
@@ -149,7 +145,6 @@ class Proving:
     ) -> None:
         self._model = trace.module
         self._trace = trace
-        self._regions = regions
         self._num_tp_ranks = num_tp_ranks
         self._drawn = drawn
         self._deadline = deadline
@@ -159,12 +154,10 @@ class Proving:
         self._found: dict[str, list[tuple[str, Region]]] = {}  # regions found for earlier scopes of the same structure
         self._failed: dict[str, dict[str, str]] = {}  # by structure, and by the modules' position
         self._last: _ScopeTrial | None = None
-        self._called: dict[int, list[str]] = {}  # id of a module -> the names under which it was called
-        for name in trace.calls:
-            self._called.setdefault(id(self._model.get_submodule(name)), []).append(name)
         self._tensors = {name for names in trace.names.values() for name in names}
         self._tensors |= {name for name, _ in self._model.named_buffers()}
         self._other_sizes = OtherSizes(trace, num_tp_ranks)
+        self._surroundings = Surroundings(trace, regions)
         self.passed_on = PassedOn(trace)
         """What was proven, for scopes that are the same."""
 
@@ -193,9 +186,11 @@ class Proving:
         failed = self._failed.setdefault(shape, {})
         if places in failed:
             return None, failed[places]
-        proven, error = self._proven_as_another(scope, shape, accept), ""
-        if proven is None:
-            try:
+        error = ""
+        try:
+            self._surroundings.refuse_entered(scope)
+            proven = self._proven_as_another(scope, shape, accept)
+            if proven is None:
                 is_around = is_mixed or self._is_around(scope, keys)
                 most = MAX_TRIALS_AGAIN if failed else MAX_TRIALS_AROUND if is_around else MAX_TRIALS
                 if kind == "pair":
@@ -203,12 +198,12 @@ class Proving:
                         return None, self.work.why_spent()
                     most = min(most, self.work.most_trials(scope))
                 proven, error = self._first_proven(scope, tries, accept, most)
-            except SurroundedError as surrounded:
-                return None, surrounded.message  # which says nothing about others of this structure
-            if proven is not None:
-                self._found.setdefault(shape, []).append((scope, proven))
-            else:
-                failed[places] = error
+                if proven is not None:
+                    self._found.setdefault(shape, []).append((scope, proven))
+                else:
+                    failed[places] = error
+        except SurroundedError as surrounded:
+            return None, surrounded.message  # which says nothing about others of this structure
         return proven, error
 
     def _is_around(self, scope: str, keys: set[int]) -> bool:
@@ -266,6 +261,8 @@ class Proving:
                 difference = disproved.difference
                 failed.append((region, difference))
             first = first or difference.text
+            if difference.kind is Disproof.ROUNDING:
+                break
         self._other_sizes.keep(scope, failed)
         if surrounded is not None:
             raise surrounded
@@ -273,13 +270,11 @@ class Proving:
 
     def _prove_apart(self, scope: str, region: Region, accept: Region | None) -> Region:
         """Prove a region that takes nothing from regions found before."""
+        self._surroundings.refuse_others_inside(region)
         proven = self.prove(scope, region)
-        if not self._is_apart(proven):
-            raise SurroundedError("it holds something that is cut by itself")
-        if any(_enters(proven, other.scope) or _enters(other, scope) for other in self._regions):
-            raise SurroundedError("shards of what is cut around it would enter it")
+        self._surroundings.refuse_others_inside(proven)
         if accept is None:
-            self._refuse_uses_elsewhere(proven)
+            self._surroundings.refuse_uses_elsewhere(proven)
         else:
             self.prove_each(accept)
         return proven
@@ -323,6 +318,29 @@ class Proving:
         self.passed_on.keep(tried, scope, proven, trial.reads)
         return proven
 
+    def prove_together(self, scope: str, regions: list[Region]) -> bool:
+        """Prove regions of a scope in one experiment; each is then known to be right. Tell whether it is.
+
+        Where gradients of whole parameters are terms of a sum, that does not show which region makes them so.
+
+        Raises:
+            DisprovedError: One of them is wrong, or cannot be tried.
+            ApplyError: The search has taken too long.
+        """
+        self._num_trials += 1
+        self.check_deadline()
+        trial, own = self._trial(scope), [region.below(scope) for region in regions]
+        try:
+            with trial.reads.watched():
+                partial = trial.conditions().check(TensorLayout(regions=tuple(own)))
+        except DisprovedError:
+            raise
+        except Exception as error:  # a trial that fails proves nothing
+            raise DisprovedError(in_words(error)) from error
+        for region in own if not partial else ():
+            self.passed_on.keep(("region", repr(region)), scope, region, trial.reads)
+        return not partial
+
     def forget(self) -> None:
         """Let go of the experiments of the last scope."""
         self._last = None
@@ -330,20 +348,6 @@ class Proving:
     def check_deadline(self) -> None:
         """Raise ApplyError where the search has taken too long."""
         self._deadline.check(self._num_trials)
-
-    def _refuse_uses_elsewhere(self, region: Region) -> None:
-        """Refuse to cut tensors, or to have terms of their gradients, that other code uses as well.
-
-        Raises:
-            SurroundedError: Code outside the region uses one of its tensors.
-        """
-        alone = set(region.roles.values()) <= {"vocabulary", "head", "gathered"}
-        places = set(region.roles) if alone else {region.scope}
-        around = {name for place in places for name in self._called.get(id(self._model.get_submodule(place)), ())}
-        for name in (*region.cuts, *region.partial):
-            for path, functions in self._trace.uses.get(id(find_tensor(self._model, name)), {}).items():
-                if around.isdisjoint(path):
-                    raise SurroundedError(f"'{name}' is also used by {', '.join(sorted(functions))} {_where(path)}")
 
     def _trial(self, scope: str) -> _ScopeTrial:
         if self._last is None or self._last.scope != scope:
@@ -363,31 +367,13 @@ class Proving:
     def _fits(self, region: Region) -> bool:
         return self._tensors >= region.cuts.keys()
 
-    def _is_apart(self, region: Region) -> bool:
-        """Tell whether nothing is cut yet that the proof of a region took as whole, with other gradients on each rank."""
-        cut = {name for other in self._regions for name in other.cuts}
-        return not cut & self.held(region)
-
     def held(self, region: Region) -> set[str]:
         """Return the whole parameters inside a region of whose gradient each rank has a term."""
-        held = set(region.partial)
-        if region.roles.get(region.scope) == "sum":
-            held |= {name for names in self._trace.names.values() for name in names if is_inside(name, region.scope)}
-        return held - set(region.cuts)
+        return self._surroundings.held(region)
 
     def prove_each(self, region: Region) -> None:
         """Prove each of several separate modules that hold the same tensors."""
         for name, own in region.by_module():
             if name in self._trace.calls:
                 self.prove(name, own)
-        self._refuse_uses_elsewhere(region)
-
-
-def _enters(region: Region, scope: str) -> bool:
-    """Tell whether shards of a region enter this module: some of its rows lie in it, and columns do not."""
-    rows = any(cut.kind == "row" and is_inside(name, scope) for name, cut in region.cuts.items())
-    return rows and any(cut.kind != "row" and not is_inside(name, scope) for name, cut in region.cuts.items())
-
-
-def _where(path: tuple[str, ...]) -> str:
-    return f"in '{path[-1] or 'the model'}'" if path else "outside the model's forward"
+        self._surroundings.refuse_uses_elsewhere(region)

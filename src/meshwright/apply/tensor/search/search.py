@@ -17,11 +17,12 @@ from meshwright.apply.tensor.search.candidates import Options, candidates
 from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
 from meshwright.apply.tensor.search.kept_parts import stored_regions
 from meshwright.apply.tensor.search.other_layers import layer_by_its_outputs
-from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, meets_whole, pair_of
+from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, in_order, meets_whole, pair_of
 from meshwright.apply.tensor.search.proven_calls import ProvenCalls
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.remainder import Remainder
 from meshwright.apply.tensor.search.sequences import find_chains
+from meshwright.apply.tensor.search.together import Together, likely_regions
 from meshwright.apply.tensor.search.trace import Product, Trace
 from meshwright.apply.tensor.tensor_layout import Chain, Cut, Region, Role, TensorLayout
 
@@ -223,7 +224,20 @@ class Search:
         return "head" if in_slices else "gathered"
 
     def _pairs(self) -> None:
-        for key in self._in_order():
+        order = in_order(self._trace)
+        together = Together(self._proving.prove_together)
+        several = likely_regions(
+            self._trace, order, self.num_tp_ranks, taken=self._taken, is_wanted=self._may_be_paired
+        )
+        for scope, regions in several.items():
+            together.prove(scope, regions)
+        self._cut_pairs(order)
+        for region, reason in together.disproved(self._regions):
+            self._regions.remove(region)
+            self._give_up(self._keys(region), reason)
+
+    def _cut_pairs(self, order: Sequence[int]) -> None:
+        for key in order:
             pair = pair_of(key, self._trace, self._taken)
             if pair is None or not self._may_be_paired(pair):
                 continue
@@ -236,22 +250,6 @@ class Search:
                 self._give_up(keys, _MEETS_WHOLE, may_retry=rows)
                 continue
             self._try(options.scope, candidates(options), keys, "pair", may_retry=rows, is_mixed=pair.is_mixed)
-
-    def _in_order(self) -> list[int]:
-        """Return the keys of products; late ones are the row of a pair, and a column of a larger pair in the same module.
-
-        The last are rows with others beside them, each of which may be a column of a pair of its own.
-        """
-        pairs = [pair for key in self._trace.products if (pair := pair_of(key, self._trace, set())) is not None]
-        scopes = [pair.scope(self._trace) for pair in pairs]
-        late = {
-            pair.row.key
-            for pair, scope in zip(pairs, scopes, strict=True)
-            for other, around in zip(pairs, scopes, strict=True)
-            if scope == around and pair.row in other.columns and len(other.columns) > len(pair.columns)
-        }
-        several = {pair.row.key for pair in pairs if pair.rows_beside}
-        return sorted(self._trace.products, key=lambda key: (key in several, key in late))
 
     def _may_be_paired(self, pair: Pair) -> bool:
         members = [*pair.rows, *pair.columns]
