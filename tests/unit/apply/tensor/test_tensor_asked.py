@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.apply.tensor.guards import asked_shapes
 from meshwright.apply.tensor.guards.asked import Asked
 from meshwright.apply.tensor.proof.proof import Experiment
 from meshwright.apply.tensor.search.trace import Call
@@ -31,7 +32,7 @@ class Layer(nn.Module):
         b, t, c = x.shape
         q, k, v = (y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in self.qkv(x).split(c, 2))
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
-        scores = scores.masked_fill(torch.ones(t, t).triu(1).bool(), -math.inf)
+        scores = scores.masked_fill(torch.ones(t, t, device=x.device).triu(1).bool(), -math.inf)
         y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, -1)
         given = self.function(self, x)
         return self.out(y) + (given if isinstance(given, Tensor) else 0.0)
@@ -163,3 +164,29 @@ def test_a_length_counts_by_which_sizes_would_be_translated(name: str) -> None:
     experiment = Experiment(Layer(lambda layer, x: function(layer, x).sum()).double(), Call(args=(x,), kwargs={}), 2)
     assert (LENGTH in experiment.asks(resizes=True).sizes) is counts
     assert name == "chunks of time" or LENGTH not in experiment.asks().sizes  # as many results
+
+
+@pytest.mark.parametrize("name", [*NOT_ASKED, *ASKED])
+def test_runs_that_compute_shapes_alone_show_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    function = {**NOT_ASKED, **ASKED}[name]
+    asked = _asked(function)
+    monkeypatch.setattr(asked_shapes, "_WORTH", 1)
+    alone = _asked(function)
+    assert (alone.sizes, alone.values) == (asked.sizes, asked.values)
+    assert alone.followed == asked.followed
+
+
+def test_another_size_is_run_without_numbers_where_tensors_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+
+    def note(_: Any, x: Tensor) -> Tensor:
+        given.append(x.is_meta)
+        return x * 0.0
+
+    _asked(note)
+    assert not any(given)
+    monkeypatch.setattr(asked_shapes, "_WORTH", 1)
+    given.clear()
+    _asked(note)
+    # Samples and length; a layer takes no other width, which is found out with numbers.
+    assert given.count(True) == 2
