@@ -8,6 +8,7 @@ described    attributes and arguments, as values that compare equal where code d
 ambient      gradient mode, autocast, default dtype
 asked        values that code reads from its tensors
 asked_sizes  sizes that code reads as numbers
+asked_shapes  runs of a call that compute shapes alone
 
 To guard something more, touch `signatures.py` for modules and calls, `ambient.py` for modes around them.
 """

@@ -147,9 +147,7 @@ def check_gradient(mine: Tensor | None, whole: Tensor | None, of: str, least: fl
         raise DisprovedError(_difference(mine, whole, f"the gradient of {of}"), kind)
 
 
-def _kind_of(
-    mine: Tensor | None, whole: Tensor | None, least: float, *, shape: Disproof, values: Disproof
-) -> Disproof:
+def _kind_of(mine: Tensor | None, whole: Tensor | None, least: float, *, shape: Disproof, values: Disproof) -> Disproof:
     """Return what tensors that are not equal differ in; `shape` and `values` say it of these two."""
     if mine is None or whole is None or mine.shape != whole.shape:
         return shape

@@ -7,7 +7,7 @@ meetings    tensors of different products that meet entry by entry
 operations  torch functions classified by their use of a parameter
 pairs       pairs of products that might be cut
 candidates  ways to cut a pair, in the order of trial
-together    pairs of one large module, proven in one experiment
+joint_proofs  pairs of one large module, proven in one experiment
 surroundings  what is cut around a region, and code elsewhere that uses its tensors
 tried       regions that were tried, and why each failed
 other_sizes ways that failed in a scope of the same code and other sizes

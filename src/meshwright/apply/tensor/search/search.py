@@ -15,6 +15,7 @@ from meshwright.apply.tensor.proof.scope_values import LastDrawn
 from meshwright.apply.tensor.proof.shards_against_whole import DisprovedError
 from meshwright.apply.tensor.search.candidates import Options, candidates
 from meshwright.apply.tensor.search.deadline import DEFAULT_PATIENCE_S, Deadline
+from meshwright.apply.tensor.search.joint_proofs import Together, likely_regions
 from meshwright.apply.tensor.search.kept_parts import stored_regions
 from meshwright.apply.tensor.search.other_layers import layer_by_its_outputs
 from meshwright.apply.tensor.search.pairs import Pair, feeds_only_the_output, in_order, meets_whole, pair_of
@@ -22,7 +23,6 @@ from meshwright.apply.tensor.search.proven_calls import ProvenCalls
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.remainder import Remainder
 from meshwright.apply.tensor.search.sequences import find_chains
-from meshwright.apply.tensor.search.together import Together, likely_regions
 from meshwright.apply.tensor.search.trace import Product, Trace
 from meshwright.apply.tensor.tensor_layout import Chain, Cut, Region, Role, TensorLayout
 

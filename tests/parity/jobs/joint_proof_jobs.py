@@ -9,7 +9,7 @@ from tests.parity.jobs.stored_jobs import Trained
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.apply.tensor.search import together
+from meshwright.apply.tensor.search import joint_proofs
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.tensor_layout import Region
 
@@ -62,7 +62,7 @@ def train(line: str) -> tuple[Trained, list[int]]:
         counts.append(len(regions))
         return prove(self, scope, regions)
 
-    Proving.prove_together, large, together.LARGE_WORK = counted, together.LARGE_WORK, 1
+    Proving.prove_together, large, joint_proofs.LARGE_WORK = counted, joint_proofs.LARGE_WORK, 1
     try:
         sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         model = mw.apply_plan(_build, line, loss_fn=_loss, optimizer=sgd, seed=3, sentinel_every=1)
@@ -72,5 +72,5 @@ def train(line: str) -> tuple[Trained, list[int]]:
             values = {key: value.detach().clone() for key, value in model.module.named_parameters()}
         model.close()
     finally:
-        Proving.prove_together, together.LARGE_WORK = prove, large
+        Proving.prove_together, joint_proofs.LARGE_WORK = prove, large
     return (losses, values, layouts, reasons), counts

@@ -7,7 +7,7 @@ import torch
 from tests.unit.apply.tensor.proof_counts import count_proofs
 from torch import Tensor, nn
 
-from meshwright.apply.tensor.search import together
+from meshwright.apply.tensor.search import joint_proofs
 from meshwright.apply.tensor.search.regions import Proving
 from meshwright.apply.tensor.search.search import Search
 from meshwright.apply.tensor.tensor_layout import Region, TensorLayout
@@ -40,7 +40,7 @@ def _layout(model: nn.Module) -> TensorLayout:
 
 def _together(monkeypatch: pytest.MonkeyPatch, work: int = 1) -> list[int]:
     """Return a list that gets how many regions each experiment proves, from now on."""
-    monkeypatch.setattr(together, "LARGE_WORK", work)
+    monkeypatch.setattr(joint_proofs, "LARGE_WORK", work)
     counts: list[int] = []
     prove = Proving.prove_together
 
@@ -75,7 +75,7 @@ def test_a_pair_that_is_wrong_leaves_the_others_right(monkeypatch: pytest.Monkey
 
 
 def test_small_modules_are_proven_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = _together(monkeypatch, work=together.LARGE_WORK)
+    counts = _together(monkeypatch, work=joint_proofs.LARGE_WORK)
     _layout(Stages())
     assert counts == []
 
@@ -101,12 +101,12 @@ def test_what_is_wrong_without_such_a_pair_is_not_cut() -> None:
 
     def prove(_: str, regions: list[Region]) -> bool:
         if regions == [one, two]:
-            raise together.DisprovedError("these two are wrong")
+            raise joint_proofs.DisprovedError("these two are wrong")
         if regions == [two]:
-            raise together.DisprovedError("this one is wrong")
+            raise joint_proofs.DisprovedError("this one is wrong")
         return True
 
-    groups = together.Together(prove)
+    groups = joint_proofs.Together(prove)
     groups.prove("", [one, two, three])
     assert groups.disproved([one, two, three]) == []
     assert groups.disproved([one, two]) == [(two, "this one is wrong")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
+from tests.parity.jobs.joint_proof_jobs import MIXING, NUM_PAIRS, train
 from tests.parity.jobs.stored_jobs import Trained
-from tests.parity.jobs.together_jobs import MIXING, NUM_PAIRS, train
 from tests.tolerances import FLOAT64
 
 from meshwright import testing
