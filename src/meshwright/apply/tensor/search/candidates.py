@@ -145,7 +145,7 @@ class Options:
         found = []
         for key in self.trace.met.get(self.pair.row.key, ()):
             uses = {use.strip("_") for use in self.trace.other_uses.get(key, ())}
-            if uses <= _SUMS and self.trace.parameters[key].shape[-1] == width:
+            if uses <= _SUMS and self.trace.parameters[key].shape[-1:] == (width,):  # a scalar has no dim
                 found += [name for name in self.trace.names[key] if is_inside(name, self.scope)]
         return tuple(found)
 
