@@ -26,6 +26,7 @@ from torch import Tensor, nn  # noqa: E402
 import meshwright as mw  # noqa: E402
 from meshwright.apply.modules.copies import copy_module  # noqa: E402
 from meshwright.apply.state.undisturbed import GeneratorStates  # noqa: E402
+from meshwright.apply.tensor.search.search import Search  # noqa: E402
 from meshwright.measure.plain_draws import PlainDraws  # noqa: E402
 from meshwright.measure.recording import GradientRecorder, default_dtype  # noqa: E402
 
@@ -167,7 +168,8 @@ def _train(model: Any, recipe: dict[str, Any], expected: dict[str, Any], found: 
     for step in range(STEPS):
         begin, begin_cpu = time.perf_counter(), time.process_time()
         recorder.gradients = {}
-        result = model.step(mw.split_batch(recipes.make_batch(recipe, step), model))
+        with _timed_search(found):
+            result = model.step(mw.split_batch(recipes.make_batch(recipe, step), model))
         if step == 0:
             found["first_step_s"] = round(time.perf_counter() - begin, 3)
             found["first_step_cpu_s"] = round(time.process_time() - begin_cpu, 3)
@@ -182,6 +184,25 @@ def _train(model: Any, recipe: dict[str, Any], expected: dict[str, Any], found: 
         values = {name: p.detach().cpu() for name, p in model.module.named_parameters()}
         worst = max(worst, _difference(values, expected["values"], "value "))
     found.update(largest=worst[0], where=worst[1], digest=digest.hexdigest())
+
+
+@contextlib.contextmanager
+def _timed_search(found: dict[str, Any]) -> Iterator[None]:
+    """Note the processor time of a search for layouts inside the context, which one rank runs for all."""
+    layout = Search.layout
+
+    def timed(self: Search, *, on_slices: bool = True) -> Any:
+        begin = time.process_time()
+        try:
+            return layout(self, on_slices=on_slices)
+        finally:
+            found["search_cpu_s"] = round(time.process_time() - begin, 3)
+
+    Search.layout = timed
+    try:
+        yield
+    finally:
+        Search.layout = layout
 
 
 def _note_plan(model: Any, found: dict[str, Any], gradients: dict[str, Any]) -> None:

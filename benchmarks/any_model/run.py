@@ -73,7 +73,7 @@ def _late(*_: Any) -> None:
     raise _LateError
 
 
-_SHARED = ("draws", "first_step_s", "first_step_cpu_s", "reasons")
+_SHARED = ("draws", "first_step_s", "first_step_cpu_s", "search_cpu_s", "reasons")
 """What a row takes from the first rank."""
 
 
