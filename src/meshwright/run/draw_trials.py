@@ -20,7 +20,6 @@ from meshwright._torch_dispatch import batches_of_one
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.names import LOSS
 from meshwright.apply.randomness.philox import key_of
-from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.apply.randomness.sample_loops import find_loops, note_loops
 from meshwright.apply.randomness.sites import StepDraws, called, in_forward, in_step
@@ -191,7 +190,6 @@ class DrawTrials:
 
     def examine(self, found: DrawsFound, *, finds_dims: bool = True) -> Trials:
         """Find whether a forward draws; then the sample dims of a share, unless they are of no use, and try them."""
-        watch_choices()
         share, count = found.share, self._splitter.count
         if not self._decides and self._splitter.splits_by_row and count(share) >= 2 * _FEW:  # most models draw nothing
             few = self._splitter.cut(share, count(share) // _FEW)[0]

@@ -279,6 +279,7 @@ class GlobalDraws:
         if self._engine.is_prepared and len(self._sharers) > 1:
             self.leave_to_torch("the model was called before its first step, which has cut its layers")
             return
+        watch_choices()
         found = None if share is None else DrawsFound(share)
         trials = self._trials(splitter)
         with self._engine.group.ledger.of_checks():
@@ -366,7 +367,6 @@ class GlobalDraws:
         self.losses = [row[6].pop(0) for row in rows]
         self.has_draws = any(row[0] for row in rows) or not rows
         self.dims = of_all_ranks([from_rows(row[2]) for row in rows])
-        watch_choices()
         self._inside.update({(name, number): counts for row in rows for name, number, counts in row[3]})
         if self._why_torch is not None:
             if self.has_draws:

@@ -57,7 +57,7 @@ class ChosenByIndex:
     begin: int
     stride: int
     versions: tuple[int, ...]
-    among: ChosenByIndex | None
+    among: ChosenByIndex | None = None
     is_unclear: bool = False
     is_packed: bool = False
     dim: int | None = None
@@ -219,7 +219,6 @@ class ChosenRows:
         place = (int(result.storage_offset()), int(result.stride(rows_dim)))
         versions = tuple(index._version for index in indices)
         memory = StorageWeakRef(result.untyped_storage())
-        others = {"among": None, **others}
         self._choices.append(
             ChosenByIndex(name, indices, sizes, result.shape[rows_dim], memory, *place, versions, **others)
         )

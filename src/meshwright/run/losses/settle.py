@@ -89,7 +89,7 @@ def settle_loss(
     reasons = (*decision.reasons, *([str(decision.error)] if decision.error is not None else []))  # with its fix
     if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
         reasons = (*reasons, _BRANCHES)
-    of_shares = None if rule.norms is not None else share_reason(engine.module)
+    of_shares = share_reason(engine.module) if is_cut and rule.norms is None else None
     if of_shares is not None:
         reasons = (*reasons, of_shares)
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
