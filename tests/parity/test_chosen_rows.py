@@ -45,10 +45,22 @@ def test_one_process(name: str, line: str) -> None:
         ("unpadded pack", "dp=2,zero=3,whole_below=0"),
         ("unpadded pack sorted", "tp=2,recompute=full"),
         ("flattened", "dp=2"),
+        ("unpadded images", "tp=2"),
+        ("by sign", "dp=2"),
     ],
 )
 def test_two_ranks(name: str, line: str) -> None:
     for found in testing.run_ranks(train, 2, name, line):
+        check(found, single(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("by sign", "dp=2,tp=2"), ("loop", "dp=2,tp=2"), ("unpadded images", "tp=2,pp=2,micro_batches=2")],
+)
+def test_four_ranks(name: str, line: str) -> None:
+    """An expert that some ranks' first shares have no tokens for was drawn for as if its layers were whole."""
+    for found in testing.run_ranks(train, 4, name, line):
         check(found, single(name))
 
 

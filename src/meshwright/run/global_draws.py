@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.randomness.draw_cuts import cuts_to_rows, find_cuts, take_cuts
 from meshwright.apply.randomness.dropouts import watch_attention
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.gpu import is_there
@@ -18,7 +20,7 @@ from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.row_choices import watch_choices
-from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_cut, from_rows, of_all_ranks, to_rows
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, from_rows, of_all_ranks, to_rows
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.tensor.guards.part_guard import denials_kept
@@ -179,7 +181,7 @@ class GlobalDraws:
             self.dims,
             inside=self._inside,
             share=self.share,
-            part=f"part {self._place}",
+            part=f"part {self._place}" if len(self._sharers) > 1 else "",
             on_unknown=self.tell,
         )
 
@@ -320,32 +322,24 @@ class GlobalDraws:
             with denials_kept(self.module):
                 self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
             notes = {} if cut is None else cut.notes
-            rows = [[*call, list(note.shape)] for call, note in notes.items()]
-            told = self._engine.everyone.all_gather_json(rows, device=self._engine.device)
+            told = self._gather([[*call, list(note.shape)] for call, note in notes.items()])
+            found: dict[Call, SiteDims] = {}
             if whole is not None:
-                self._find_cuts(whole, notes, told, splitter.count(whole.share))
+                shapes = [{(name, number): shape for name, number, shape in told[rank]} for rank in self._sharers]
+                count = splitter.count(whole.share)
+                found = find_cuts(self.dims, whole.notes, notes, shapes, self._place, num_samples=count)
+            cuts = itertools.chain.from_iterable(self._gather(cuts_to_rows(found)))
+            self.dims = take_cuts(self.dims, found, cuts, self._place)
             self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
             is_alike = True
             if cut is not None and whole is not None and len(cut.outputs) == len(whole.outputs):  # or on another stage
                 is_alike = are_alike(whole.outputs, cut.outputs)
-            if not all(self._engine.everyone.all_gather_json(is_alike, device=self._engine.device)):
+            if not all(self._gather(is_alike)):
                 self.tell(_UNPROVEN_CUT)
 
-    def _find_cuts(self, whole: DrawsFound, notes: Mapping[Call, Any], told: Sequence[Any], num_samples: int) -> None:
-        shapes = [{(name, number): shape for name, number, shape in told[rank]} for rank in self._sharers]
-        for call in whole.notes.keys() - notes.keys():  # of another stage, or not made without gradients
-            self.dims.pop(call, None)
-        for call, note in notes.items():
-            dims, before = self.dims.get(call), whole.notes.get(call)
-            if dims is not None and before is not None:
-                self.dims[call] = find_cut(
-                    dims,
-                    before.shape,
-                    [own.get(call) for own in shapes],
-                    self._place,
-                    num_samples=num_samples,
-                    slicing=note.slicing,
-                )
+    def _gather(self, value: Any) -> list[Any]:
+        """Return each rank's value."""
+        return self._engine.everyone.all_gather_json(value, device=self._engine.device)
 
     def _run(self, trials: Trials | None, term: Term) -> None:
         engine = self._engine
@@ -361,7 +355,7 @@ class GlobalDraws:
             inside = [[*call, counts] for call, counts in found.inside.items()]
             beside = [found.losses, found.uses_own, found.is_unseen, found.unclear, found.loose[:1], found.uses_python]
             own = [found.draws, found.is_proven, to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
-        told = self._engine.everyone.all_gather_json([self._why_torch, own], device=self._engine.device)
+        told = self._gather([self._why_torch, own])
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
         self.losses = [row[6].pop(0) for row in rows]

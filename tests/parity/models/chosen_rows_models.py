@@ -260,6 +260,58 @@ class AllPartsFirst(nn.Module):
         return self.head(x.mean(1))
 
 
+class Block(nn.Module):
+    """A transformer's block with dropout in its attention and after each of its halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layer, self.after = Expert(), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after the block."""
+        ready = self.norms[0](x)
+        q, k, v = (part(ready).view(*x.shape[:2], -1, 2).transpose(1, 2) for part in (self.q, self.k, self.v))
+        weights = F.dropout((q @ k.mT).softmax(-1), 0.2, self.training)
+        x = x + self.after(self.out((weights @ v).transpose(1, 2).flatten(2)))
+        return x + self.layer(self.norms[1](x))
+
+
+class OfRealImages(nn.Module):
+    """Blocks on the samples that are no padding, as models of several images a sample have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample."""
+        is_real = (x == 0).flatten(1).sum(1) != LENGTH * WIDTH
+        rows = self.first(x[is_real])
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(torch.zeros_like(x).index_put((is_real,), rows).mean(1))
+
+
+class BySign(nn.Module):
+    """Two experts, one for the tokens below zero, which some ranks' first shares have none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(Expert() for _ in range(2)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample."""
+        result = x.flatten(0, 1)
+        for below, expert in enumerate(self.experts):
+            places = ((x[..., 0] < 0) == below).flatten().nonzero()[:, 0]
+            if len(places):
+                result = result.index_add(0, places, expert(x.flatten(0, 1)[places]))
+        return self.head(result.view(x.shape).mean(1))
+
+
 def moe(way: str) -> Callable[[], nn.Module]:
     """Return what builds a model of experts."""
     return lambda: Moe(way)
@@ -279,6 +331,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     **{f"unpadded {way}": unpadded(way) for way in ("select", "repeat", "gather", "along", "trim", "pack")},
     **{f"unpadded {way}": unpadded(way) for way in ("pack time", "pack sorted")},
     "flattened": Flattened,
+    "unpadded images": OfRealImages,
+    "by sign": BySign,
 }
 
 TOLD: dict[str, Callable[[], nn.Module]] = {
@@ -298,6 +352,8 @@ def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
     length = LENGTH - 2 * (step % 2) if name == "flattened" else LENGTH
     shape = (count, NODES, LENGTH) if name == "edges" else (count, length, WIDTH)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if name == "by sign" and not step:
+        x[: count - 3, :, 0] = x[: count - 3, :, 0].abs()
     if name == "parts":  # as many rows for each layer, but not in the first batch
         numbers = torch.arange(LENGTH) // 2 * torch.ones(count, 1)
         numbers[:, :2] += 0 if step else torch.tensor([[1.0, 1.0], [1.0, 0.0]]).repeat(count, 1)[:count]

@@ -5,6 +5,7 @@ native           the same bits from C++, built once where there is a compiler
 gpu              the same bits from a CUDA kernel
 distributions    uniform, Bernoulli, normal, exponential numbers, integers
 sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
+draw_cuts        the part of a drawn tensor that each rank of a cut layer draws
 sample_loops     draws of a loop over samples, each known by its sample
 row_slices       slices of rows that begin or end inside of a sample
 chosen_rows      rows that an index has chosen, followed to their samples

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.names import LOSS, Names
 from meshwright.apply.randomness.philox import ElementPlace, key_of
-from meshwright.apply.randomness.sample_dims import Call, SiteDims, locate_in_row
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, locate_in_row
 
 __all__: list[str] = []
 
@@ -20,7 +20,14 @@ _MOST_GIVEN = 16
 
 
 def place_in_rows(
-    call: Call, forward: ForwardDraws, shape: tuple[int, ...], dims: SiteDims, *, names: Names, text: str
+    call: Call,
+    forward: ForwardDraws,
+    shape: tuple[int, ...],
+    dims: SiteDims,
+    *,
+    names: Names,
+    text: str,
+    slicing: Slicing | None,
 ) -> ElementPlace | None:
     """Return the places of rows that an index has chosen; None where they are not known.
 
@@ -31,10 +38,11 @@ def place_in_rows(
         dims: Of the call.
         names: The model's modules.
         text: What the step's numbers depend on.
+        slicing: The slices of the stream in which the call runs, if in any.
     """
     if dims.dim is None or dims.is_apart:
         return None
-    within = locate_in_row(shape, dims)
+    within = locate_in_row(shape, dims, slicing)
     rows = within and forward.rows.place(
         call,
         dims,

@@ -57,57 +57,14 @@ class SiteDims:
     """Whether an index chose as many rows in some rank's first batch, not all in order, and the draw does not follow them."""
     rows: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
     """Of a merged dim, for each rank's first batch: the entries of a sample, and then what `sizes_given` gave [count]."""
+    inner: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    """The sizes of the dims behind it in the first batch, with whole layers [count]."""
     kind: str = dataclasses.field(default="", compare=False)
     """What drew when the dim was found; another kind is another call. Empty: not known."""
 
 
 Slicing = tuple[int, tuple[int, ...], int]
 """Of a chain of layers on slices: the dim of the stream, each rank's entries there, and this rank [count]."""
-
-
-def find_cut(
-    dims: SiteDims,
-    whole: Sequence[int],
-    shapes: Sequence[Sequence[int] | None],
-    rank: int,
-    *,
-    num_samples: int,
-    slicing: Slicing | None,
-) -> SiteDims:
-    """Return the dims of a call with the cut that ranks which share its layer make.
-
-    Args:
-        dims: As one device has them.
-        whole: The shape that one device draws.
-        shapes: The shapes that these ranks draw, in their order; None where a rank does not, as one without a head.
-        rank: This rank's place among them.
-        num_samples: Samples of that forward [count].
-        slicing: The slices of the stream in which the call ran, if in any.
-    """
-    apart = dataclasses.replace(dims, is_apart=True)
-    given = [shape for shape in shapes if shape is not None]
-    if len(given) == len(shapes) and len(set(map(tuple, given))) == 1:
-        apart = dims  # all draw the same tensor, of another length than before: numbers decide it
-    if any(len(shape) != len(whole) for shape in given):
-        return apart
-    # How many rows an index chooses depends on numbers that other calls draw, whose cuts are not known yet.
-    rows = None if dims.follows is None or len({shape[dims.dim or 0] for shape in given}) > 1 else dims.dim
-    differing = {dim for shape in given for dim in range(len(whole)) if shape[dim] != whole[dim] and dim != rows}
-    if not differing:
-        return dims
-    if len(differing) > 1:
-        return apart
-    dim = differing.pop()
-    drawn = tuple(0 if shape is None else shape[dim] for shape in shapes)
-    # The stream has three dims. As many heads as tokens, between the regions' columns and rows, are parts of four.
-    if slicing is not None and len(whole) == 3 and slicing[0] == dim and drawn == slicing[1]:
-        return dataclasses.replace(dims, on_stream=True)
-    if any(dims.dim == dim and shape[dim] % num_samples for shape in given):
-        return apart
-    sizes = tuple(0 if shape is None else _own(shape, dims, num_samples, dim) for shape in shapes)
-    if sum(sizes) != _own(whole, dims, num_samples, dim):
-        return apart
-    return dataclasses.replace(dims, cut=DrawnPart(dim, sizes, rank))
 
 
 def find_dims(shapes: Sequence[tuple[int, tuple[int, ...]]], *, may_vary: bool = False) -> SiteDims | None:
@@ -168,10 +125,12 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
         and not (cut.dim == dims.dim and shape[cut.dim] % num_samples)
     ):
         # A call that the cut is not proven for runs whole.
-        cut = None if _own(shape, dims, num_samples, cut.dim) == sum(cut.sizes) else cut
+        cut = None if entries_of_sample(shape, dims, num_samples, cut.dim) == sum(cut.sizes) else cut
     if dims.dim is not None and (dims.dim >= len(shape) or num_samples < 1 or shape[dims.dim] % num_samples):
         return None
-    if cut is not None and (cut.dim >= len(shape) or cut.sizes[cut.rank] != _own(shape, dims, num_samples, cut.dim)):
+    if cut is not None and (
+        cut.dim >= len(shape) or cut.sizes[cut.rank] != entries_of_sample(shape, dims, num_samples, cut.dim)
+    ):
         return None
     if dims.dim is not None and not (dims.is_merged or cut or shape[dims.dim] == num_samples):
         return None  # another call than the one whose dim is known
@@ -181,7 +140,7 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
     for dim in range(len(shape)):
         if cut is not None and cut.dim == dim:
             first += sum(cut.sizes[: cut.rank]) * strides[dim]
-        inner = [Level(_own(shape, dims, num_samples, dim), 0, strides[dim])]
+        inner = [Level(entries_of_sample(shape, dims, num_samples, dim), 0, strides[dim])]
         if dims.dim == dim:
             samples = Level(num_samples, 1, 0)
             inner = [*inner, samples] if dims.is_minor else [samples, *inner]
@@ -191,7 +150,7 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
 
 def _strides(shape: Sequence[int], dims: SiteDims, num_samples: int, cut: DrawnPart | None) -> list[int]:
     """Return by how much an entry of each dim moves the index within its sample; 0 for an unmerged dim of samples."""
-    full = [_own(shape, dims, num_samples, dim) for dim in range(len(shape))]
+    full = [entries_of_sample(shape, dims, num_samples, dim) for dim in range(len(shape))]
     if cut is not None:
         full[cut.dim] = sum(cut.sizes)
     counted = [dim for dim in range(len(shape)) if dim != dims.dim or dims.is_merged]
@@ -199,14 +158,19 @@ def _strides(shape: Sequence[int], dims: SiteDims, num_samples: int, cut: DrawnP
     return [strides.get(dim, 0) for dim in range(len(shape))]
 
 
-def locate_in_row(shape: Sequence[int], dims: SiteDims) -> tuple[Located, int] | None:
+def locate_in_row(shape: Sequence[int], dims: SiteDims, slicing: Slicing | None = None) -> tuple[Located, int] | None:
     """Return where the elements of one row lie, and by how much the next row moves the index; None: the shape does not fit.
 
     Args:
         shape: The tensor's.
         dims: Its dims, of which `dim` holds the rows.
+        slicing: The slices of the stream in which the call runs, if in any.
     """
     dim, cut = dims.dim, dims.cut
+    if slicing is not None and dims.on_stream:
+        cut = DrawnPart(*slicing)
+    elif slicing is not None and cut is None and _is_slice(shape, slicing):
+        return None  # a slice of the stream, and none was drawn when the dims were found
     if dim is None or dim >= len(shape) or math.prod(shape[:dim]) != 1 or (cut is not None and cut.dim <= dim):
         return None
     inner = shape[dim + 1 :]
@@ -221,13 +185,19 @@ def locate_in_row(shape: Sequence[int], dims: SiteDims) -> tuple[Located, int] |
     return None if found is None else (found, _strides((1, *inner), SiteDims(None), 1, moved)[0])
 
 
-def _own(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:
+def _is_slice(shape: Sequence[int], slicing: Slicing) -> bool:
+    """Tell whether a tensor may be this rank's slice of the stream, which has three dims."""
+    dim, sizes, rank = slicing
+    return len(shape) == 3 and shape[dim] == sizes[rank] != sum(sizes)
+
+
+def entries_of_sample(shape: Sequence[int], dims: SiteDims, num_samples: int, dim: int) -> int:
     """Return a dim's entries of one sample."""
     return shape[dim] // num_samples if dims.dim == dim else shape[dim]
 
 
 def dims_of_others(
-    call: Call, shape: tuple[int, ...], num_samples: int, known: Mapping[Call, SiteDims]
+    call: Call, shape: tuple[int, ...], num_samples: int, known: Mapping[Call, SiteDims], *, shares_layers: bool
 ) -> SiteDims | None:
     """Return the dims of a call that no trial has made: those of its module's other draws, or of the model's; None: not known.
 
@@ -236,6 +206,7 @@ def dims_of_others(
         shape: What it draws.
         num_samples: Samples of its forward [count].
         known: The dims of other calls.
+        shares_layers: Whether ranks hold parts of layers; the module of chosen rows may be cut, and others whole.
     """
     name, number = call
     alike = {place: dims for place, dims in known.items() if dims.num_dims == len(shape) and not dims.loop}
@@ -245,7 +216,15 @@ def dims_of_others(
         {_moved(dims, name) for (other, n), dims in alike.items() if n == number and series_of(other) == series},
     ):
         if chosen:
-            return chosen.pop() if len(chosen) == 1 else None
+            dims = chosen.pop()
+            if (
+                shares_layers
+                and dims.follows is not None
+                and dims.cut is None
+                and dims.inner != shape[(dims.dim or 0) + 1 :]
+            ):
+                dims = dataclasses.replace(dims, is_apart=True)
+            return None if chosen else dims
     found = set(alike.values())
     dims = found.pop() if len(found) == 1 else None
     if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
@@ -270,6 +249,7 @@ def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
             [d.dim, d.is_minor, d.num_dims, d.is_merged, d.loop],
             [d.follows, d.follows_last, d.is_in_order, d.is_beside],
             d.rows,
+            d.inner,
         ]
         for call, d in dims.items()
     ]
@@ -285,9 +265,10 @@ def from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
             is_in_order=in_order,
             is_beside=beside,
             rows=tuple(map(tuple, known)),
+            inner=tuple(inner),
             kind=kind,
         )
-        for name, number, kind, place, (by, last, in_order, beside), known in rows
+        for name, number, kind, place, (by, last, in_order, beside), known, inner in rows
     }
 
 
@@ -297,9 +278,22 @@ def of_all_ranks(found: Sequence[Mapping[Call, SiteDims]]) -> dict[Call, SiteDim
     for dims in found:
         for call, own in dims.items():
             before = merged.setdefault(call, own)
-            if before is None or before != own:
-                merged[call] = None
-                continue
-            rows = tuple(dict.fromkeys((*before.rows, *own.rows)))
-            merged[call] = dataclasses.replace(own, rows=rows, is_beside=own.is_beside or before.is_beside)
+            merged[call] = None if before is None else _of_both(before, own)
     return {call: own for call, own in merged.items() if own is not None}
+
+
+def _of_both(one: SiteDims, other: SiteDims) -> SiteDims | None:
+    """Return what two ranks have found; None where they do not agree.
+
+    An index may have left out rows of one rank's share alone, and more of it is known there.
+    """
+    alike = dataclasses.replace(other, is_in_order=one.is_in_order, follows_last=one.follows_last)
+    if one != alike:
+        return None
+    return dataclasses.replace(
+        other,
+        follows_last=one.follows_last and other.follows_last,
+        is_in_order=one.is_in_order and other.is_in_order,
+        is_beside=one.is_beside or other.is_beside,
+        rows=tuple(dict.fromkeys((*one.rows, *other.rows))),
+    )

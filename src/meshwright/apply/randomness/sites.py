@@ -43,7 +43,7 @@ class StepDraws:
         dims: Known sample dims, by call.
         inside: Draws of each module during a call of another, by that call: what is numbered where the call is left out.
         share: The name of this rank's share, for calls that cannot be known.
-        part: The name of this rank among those that share layers, for calls whose cut cannot be known.
+        part: The name of this rank among those that share layers, for calls whose cut cannot be known; empty: there are none.
         on_unknown: Called with a text about a call that draws for this rank alone.
         left: Why torch's generators draw, for `on_unknown`; None: they do not.
     """
@@ -123,8 +123,8 @@ class StepDraws:
         if dims is not None and sample is not None and not dims.loop:
             dims = None  # another kind of draw than the first batch made in this turn
         if dims is not None and dims.follows is not None:
-            is_whole = _running.slicing is None
-            place = place_in_rows(call, forward, shape, dims, names=self.names, text=self.text) if is_whole else None
+            slicing = _running.slicing
+            place = place_in_rows(call, forward, shape, dims, names=self.names, text=self.text, slicing=slicing)
             if place is not None:
                 return place
         elif dims is not None and not dims.is_apart:
@@ -162,7 +162,7 @@ class StepDraws:
             return known
         if not shape:
             return SiteDims(None)  # one number, of all samples
-        dims = dims_of_others(call, shape, num_samples, self.dims)
+        dims = dims_of_others(call, shape, num_samples, self.dims, shares_layers=bool(self.part))
         if dims is not None and dims.follows is None:  # which experts are called is decided by values
             self.on_unknown(
                 f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from meshwright.apply.randomness import distributions
+from meshwright.apply.randomness.draw_cuts import find_cut
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, key_of, words_at
 from meshwright.apply.randomness.row_slices import place_slice
-from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_cut, find_dims, locate
+from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_dims, locate
 
 CPU = torch.device("cpu")
 
