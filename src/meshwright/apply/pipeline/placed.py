@@ -89,6 +89,7 @@ class Placed:
                 draws=self.draws,
                 under_way=under_way,
                 own_state=self._own_state,
+                is_cut=together is not None,
             )
             for index in own
         }

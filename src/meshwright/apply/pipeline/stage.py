@@ -57,6 +57,7 @@ class Stage:
         draws: Random numbers.
         under_way: Record of the forward that this rank is running.
         own_state: State of the code between layers, where several stages of this rank run it; else None.
+        is_cut: Whether ranks hold parts of layers.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Stage:
         draws: Draws,
         under_way: UnderWay,
         own_state: OwnState | None = None,
+        is_cut: bool = False,
     ) -> None:
-        self.index = index
+        self.index, self._is_cut = index, is_cut
         self._module = module
         self._map = stage_map
         self._shapes = shapes
@@ -105,7 +107,8 @@ class Stage:
         split = SplitBackward() if in_halves and torch.is_grad_enabled() else None
         if self._own_state is not None:
             self._own_state.enter(self.index)
-        way = Way(micro_batch, is_training=self._module.training, counters=self.counters.changes())
+        changes = self.counters.changes()
+        way = Way(micro_batch, is_training=self._module.training, counters=changes, is_cut=self._is_cut)
         begin_again()  # each stage of this rank counts what the others draw
         walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
+from torch import nn
+
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
 from meshwright.errors import ApplyError
@@ -76,8 +78,10 @@ def restrict(
         return any(is_inside(name, unit) for unit in units)
 
     def held(name: str) -> bool:
+        # A parameter may be held for another stage, which shares a layer around it: its copies are cut alike.
         # Every rank has the buffers of all units, and writes those of its own.
-        return name in tensors and (runs_here(name) or not any(is_inside(name, unit) for unit in stage_map.calls))
+        is_of_others = any(is_inside(name, unit) for unit in stage_map.calls) and not runs_here(name)
+        return name in tensors and (isinstance(tensors[name], nn.Parameter) or not is_of_others)
 
     regions = []
     for region in layout.regions:

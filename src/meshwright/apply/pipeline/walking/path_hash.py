@@ -12,11 +12,21 @@ _MASK = 2**63 - 1
 
 
 class Way:
-    """Path of a forward on one stage: calls of layers, and the stage of each tensor between them."""
+    """Path of a forward on one stage: calls of layers, and the stage of each tensor between them.
 
-    __slots__ = ("_hash", "in_hook", "is_over", "last", "num_calls")
+    Args:
+        micro_batch: The forward's.
+        is_training: Whether the model is in training mode.
+        counters: What the code between layers counts.
+        is_cut: Whether layers are cut on the stages that hold them: inside of these they run other code than elsewhere.
+    """
 
-    def __init__(self, micro_batch: int, *, is_training: bool, counters: tuple[int, ...] = ()) -> None:
+    __slots__ = ("_hash", "_is_cut", "in_hook", "is_over", "last", "num_calls")
+
+    def __init__(
+        self, micro_batch: int, *, is_training: bool, counters: tuple[int, ...] = (), is_cut: bool = False
+    ) -> None:
+        self._is_cut = is_cut
         self.num_calls = 0
         """Calls of layers so far [count]."""
         self.last = -1
@@ -53,7 +63,8 @@ class Way:
         if home is None or self.is_over or self.in_hook:
             return
         crossing = [_facts(value) for value in values if value.home != home and value.home is not None]
-        self._hash = hash((self._hash, home, *crossing))
+        if crossing or not self._is_cut:
+            self._hash = hash((self._hash, home, *crossing))
 
 
 def _facts(value: StageValue) -> tuple[int, ...]:
