@@ -73,7 +73,9 @@ def find_cut(
     dim = differing.pop()
     drawn = tuple(0 if shape is None else shape[dim] for shape in shapes)
     # The stream has three dims. As many heads as tokens, between the regions' columns and rows, are parts of four.
-    if slicing is not None and len(whole) == 3 and slicing[0] == dim and drawn == slicing[1]:
+    # Slices of the samples themselves are such in any tensor, as of images.
+    is_of_stream = len(whole) == 3 or (dim == dims.dim and not dims.is_merged)
+    if slicing is not None and is_of_stream and slicing[0] == dim and drawn == slicing[1]:
         return dataclasses.replace(dims, on_stream=True)
     if any(dims.dim == dim and shape[dim] % num_samples for shape in given):
         return apart

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -124,6 +126,14 @@ def test_a_draw_on_the_stream_is_the_chains() -> None:
         SiteDims(0, num_dims=3), (2, 4, 8), [(2, 2, 8), (2, 2, 8)], 0, num_samples=2, slicing=(1, (2, 2), 0)
     )
     assert found.on_stream
+
+
+def test_slices_of_the_samples_are_the_chains_in_tensors_of_any_dims() -> None:
+    shapes = [(2, 2, 2, 8), (1, 2, 2, 8)]
+    given: dict[str, Any] = {"num_samples": 3, "slicing": (0, (2, 1), 1)}
+    assert find_cut(SiteDims(0, num_dims=4), (3, 2, 2, 8), shapes, 1, **given).on_stream
+    merged = SiteDims(0, num_dims=4, is_merged=True)  # of each sample's heads, as many as slices
+    assert not find_cut(merged, (3, 2, 2, 8), shapes, 1, **given).on_stream
 
 
 @pytest.mark.parametrize("is_minor", [False, True])
