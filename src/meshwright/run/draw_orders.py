@@ -88,6 +88,7 @@ def following(
                 is_merged=True,
                 follows=rows[0].name,
                 follows_last=all(own.is_last for own in rows),
+                inner=note.shape[dim + 1 :],
                 kind=note.kind,
             )
     unknown = {call: own for call, own in found.items() if call not in dims}

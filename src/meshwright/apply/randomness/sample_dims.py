@@ -215,22 +215,26 @@ def dims_of_others(
         {dims for (other, _), dims in alike.items() if other == name},
         {_moved(dims, name) for (other, n), dims in alike.items() if n == number and series_of(other) == series},
     ):
+        if chosen and shares_layers and all(dims.follows is not None for dims in chosen):
+            # Of siblings some may be cut, and others, which the search has not seen run, whole.
+            chosen = {dims for dims in chosen if _has_rows_of(dims, shape)} or {
+                dims if dims.cut is not None else dataclasses.replace(dims, is_apart=True) for dims in chosen
+            }
         if chosen:
-            dims = chosen.pop()
-            if (
-                shares_layers
-                and dims.follows is not None
-                and dims.cut is None
-                and dims.inner != shape[(dims.dim or 0) + 1 :]
-            ):
-                dims = dataclasses.replace(dims, is_apart=True)
-            return None if chosen else dims
+            return chosen.pop() if len(chosen) == 1 else None
     found = set(alike.values())
     dims = found.pop() if len(found) == 1 else None
     if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
         return None
     is_plain = dims.cut is None and dims.follows is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
     return dims if is_plain else None
+
+
+def _has_rows_of(dims: SiteDims, shape: Sequence[int]) -> bool:
+    """Tell whether rows of a tensor have the sizes of a call's, or of this rank's part of them."""
+    if dims.cut is None:
+        return tuple(shape[(dims.dim or 0) + 1 :]) == dims.inner
+    return shape[dims.cut.dim] == dims.cut.sizes[dims.cut.rank]
 
 
 def _moved(dims: SiteDims, name: str) -> SiteDims:
