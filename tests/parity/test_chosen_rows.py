@@ -47,6 +47,8 @@ def test_one_process(name: str, line: str) -> None:
         ("flattened", "dp=2"),
         ("unpadded images", "tp=2"),
         ("by sign", "dp=2"),
+        ("many", "tp=2"),  # experts that no trial has called
+        ("unpadded pack", "pp=2,micro_batches=2"),  # sorted and packed where another stage's rows are
     ],
 )
 def test_two_ranks(name: str, line: str) -> None:

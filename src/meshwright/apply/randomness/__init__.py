@@ -8,6 +8,7 @@ sample_dims      which dim of a drawn tensor holds the samples, and the places t
 draw_cuts        the part of a drawn tensor that each rank of a cut layer draws
 sample_loops     draws of a loop over samples, each known by its sample
 row_slices       slices of rows that begin or end inside of a sample
+choice_by_index  one choice of rows by an index
 chosen_rows      rows that an index has chosen, followed to their samples
 row_choices      torch operators that choose rows, seen where draws follow them
 row_places       places of draws on such rows, and draws that may be on some unseen

@@ -8,7 +8,6 @@ often this module has drawn for the row before, whichever rows lie beside it and
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.randomness import native
+from meshwright.apply.randomness.choice_by_index import ChosenByIndex
 from meshwright.apply.randomness.philox import INDEX_BITS, RowPlaces
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 
@@ -28,100 +28,6 @@ _MOST_KEPT = 64
 """Choices of a forward that are remembered [count]."""
 _TURN_BITS = 40
 """Above these bits of a sample's number stands how often its row has drawn before [bits]."""
-
-
-@dataclasses.dataclass(slots=True)
-class ChosenByIndex:
-    """Rows that an index has chosen.
-
-    Args:
-        name: The module whose code chose them.
-        indices: An integer for each row, of each dim that was indexed; or one mask.
-        sizes: The entries of these dims [count].
-        num_rows: Rows that were chosen [count].
-        memory: Of the chosen rows.
-        begin: Where the first of them begins there [elements].
-        stride: From one to the next [elements].
-        versions: Of the indices, by which a later write is known.
-        among: The choice that has made the rows among which this one chooses.
-        is_unclear: Whether it may choose among rows that an earlier choice has left, and nothing shows it.
-        is_packed: Whether torch has packed sequences: step by step, in the order in which their samples lie.
-        dim: Of the tensor and of what is chosen, which held the rows; None where torch's own code chose.
-    """
-
-    name: str
-    indices: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    num_rows: int
-    memory: StorageWeakRef
-    begin: int
-    stride: int
-    versions: tuple[int, ...]
-    among: ChosenByIndex | None = None
-    is_unclear: bool = False
-    is_packed: bool = False
-    dim: int | None = None
-    found: Tensor | None = None
-
-    @property
-    def num_sources(self) -> int:
-        """Rows among which they were chosen, or those that these were chosen from [count]."""
-        return math.prod(self.sizes) if self.among is None else self.among.num_sources
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether it has chosen each row, in their order."""
-        if self.num_rows != self.num_sources or not self.is_unchanged:
-            return False
-        sources = self.sources()
-        return torch.equal(sources, torch.arange(len(sources), device=sources.device))
-
-    @property
-    def is_ascending(self) -> bool:
-        """Whether it has chosen rows in their order, or in that of packed sequences."""
-        if self.is_packed:
-            return True
-        sources = self.sources()
-        return bool((sources[1:] > sources[:-1]).all())
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the index still has the values by which it chose."""
-        is_same = self.versions == tuple(index._version for index in self.indices)
-        return is_same and (self.among is None or self.among.is_unchanged)
-
-    def sources(self) -> Tensor:
-        """Return the place of each row among those that were there to choose: int64, one dim."""
-        if self.found is None:
-            first, *others = self.indices
-            if first.dtype == torch.bool:
-                self.found = first.flatten().nonzero()[:, 0]
-            else:
-                places = first.long() % self.sizes[0]
-                for index, size in zip(others, self.sizes[1:], strict=True):
-                    places = places * size + index.long() % size
-                self.found = places
-            if self.among is not None:
-                self.found = self.among.sources()[self.found]
-        return self.found
-
-    def is_like(self, other: ChosenByIndex) -> bool:
-        """Tell whether another choice of as many rows has chosen the same ones."""
-        return self is other or (
-            self.num_sources == other.num_sources
-            and self.is_unchanged
-            and other.is_unchanged
-            and torch.equal(self.sources(), other.sources())
-        )
-
-    def rows_in(self, given: Tensor) -> slice | None:
-        """Return which of the chosen rows a tensor holds, as parts of them do that are split off; None: it is another tensor."""
-        if not given.dim() or self.memory.expired() or StorageWeakRef(given.untyped_storage()) != self.memory:
-            return None
-        first, rest = divmod(int(given.storage_offset()) - self.begin, max(1, self.stride))
-        is_in_order = rest == 0 and (given.stride(0) == self.stride or len(given) == 1)
-        fits = is_in_order and 0 <= first <= first + len(given) <= self.num_rows
-        return slice(first, first + len(given)) if fits else None
 
 
 class RowsChosen(NamedTuple):
@@ -141,6 +47,8 @@ class ChosenRows:
 
     def __init__(self) -> None:
         self._choices: collections.deque[ChosenByIndex] = collections.deque(maxlen=_MOST_KEPT)
+        self.has_unseen = False
+        """Whether rows were chosen by numbers that another pipeline stage has."""
         self._drawn: dict[str, Tensor] = {}
         """How often each row of each sample has drawn in a module: the samples innermost [count]."""
         self._places: dict[Call, RowPlaces] = {}
@@ -149,6 +57,7 @@ class ChosenRows:
         """Return the same at this place of the forward, to go on with."""
         rows = ChosenRows()
         rows._choices.extend(self._choices)
+        rows.has_unseen = self.has_unseen
         rows._drawn = {name: counts.clone() for name, counts in self._drawn.items()}
         rows._places = dict(self._places)
         return rows
@@ -156,6 +65,7 @@ class ChosenRows:
     def clear(self) -> None:
         """Forget what the forward has done."""
         self._choices.clear()
+        self.has_unseen = False
         self._drawn.clear()
         self._places.clear()
 
@@ -294,6 +204,8 @@ class ChosenRows:
         for choice, _, rows in self._held({num_rows}, given):
             if choice.name == dims.follows:
                 return choice, rows
+        if self.has_unseen:
+            return None  # it may have as many rows
         alike = [choice for choice in self._alike({num_rows}) if choice.name == dims.follows]
         if not alike:
             return None

@@ -6,8 +6,8 @@ import functools
 import math
 import sys
 import types
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -148,3 +148,53 @@ def _pack(tensor: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, T
     if found is not None:
         found[0].note_packing(found[1], tensor if batch_first else tensor.transpose(0, 1), result, sizes)
     return result, sizes
+
+
+def note_elsewhere(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """Remember what a function chooses that another pipeline stage runs: the rows may come here to draw.
+
+    Args:
+        func: The function, which was given stand-ins.
+        args: Its arguments.
+        kwargs: The like, by name.
+        result: What stands for its result.
+    """
+    found = choosing() if func in _CHOOSES else None
+    if found is None or not isinstance(result, Tensor):
+        return
+    tensor, dim, index = _row_index(func, args, kwargs)
+    if index is None:
+        return
+    if index is _UNKNOWN or not _is_plain(index):
+        found[0].has_unseen = True
+        return
+    sizes = tensor.shape[: index.dim()] if index.dtype == torch.bool else [tensor.shape[dim]]
+    found[0].note(found[1], tensor, result, sizes=sizes, indices=[index], dim=dim, is_of_torch=_is_of_torch())
+
+
+_UNKNOWN: Final = object()
+_CHOOSES: Final = {
+    Tensor.__getitem__,
+    *(
+        getattr(own, name)
+        for own in (Tensor, torch)
+        for name in ("index_select", "masked_select", "gather", "take_along_dim")
+    ),
+}
+
+
+def _row_index(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, int, Any]:
+    """Return the tensor, the dim and the index of a choice of rows: None where it is none, `_UNKNOWN` one of another kind."""
+    if func is Tensor.__getitem__:
+        tensor, given = args
+        is_one = isinstance(given, Tensor) and (
+            given.dtype == torch.bool or (given.dtype in _WHOLE and given.dim() == 1)
+        )
+        parts = given if isinstance(given, tuple) else (given,)
+        other = _UNKNOWN if any(isinstance(part, (Tensor, list)) for part in parts) else None
+        return tensor, 0, given if is_one else other
+    if func in (Tensor.index_select, torch.index_select):
+        given = dict(zip(("input", "dim", "index"), args, strict=False)) | dict(kwargs)
+        chosen: Tensor = given["self" if "self" in given else "input"]
+        return chosen, given["dim"] % max(1, chosen.dim()), given["index"]
+    return args[0], 0, _UNKNOWN

@@ -57,6 +57,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 )
 from meshwright.apply.pipeline.walking.without_numbers import run_plain, zeros_like_meta
 from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
+from meshwright.apply.randomness.row_choices import note_elsewhere
 from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
 from meshwright.python_state import PythonState
@@ -296,7 +297,9 @@ class StageForward(Bookkeeping):
         if read:
             found = run_plain(func, *self._with_read((args, kwargs), read))
             return self._stand_in(Known(replace_tensors(found, Meta.of)), home)
-        return self._stand_in(self._shapes.of_function(func, args, kwargs, home), home)
+        result = self._stand_in(self._shapes.of_function(func, args, kwargs, home), home)
+        note_elsewhere(func, args, kwargs, result)
+        return result
 
     def _run_here(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], home: int | None, target: Any
