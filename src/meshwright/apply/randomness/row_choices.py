@@ -163,7 +163,7 @@ def note_elsewhere(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if found is None or not isinstance(result, Tensor):
         return
     tensor, dim, index = _row_index(func, args, kwargs)
-    if index is None:
+    if index is None or isinstance(tensor, nn.Parameter):
         return
     if index is _UNKNOWN or not _is_plain(index):
         found[0].has_unseen = True
@@ -188,7 +188,7 @@ def _row_index(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if func is Tensor.__getitem__:
         tensor, given = args
         is_one = isinstance(given, Tensor) and (
-            given.dtype == torch.bool or (given.dtype in _WHOLE and given.dim() == 1)
+            (given.dtype == torch.bool and given.dim() > 0) or (given.dtype in _WHOLE and given.dim() == 1)
         )
         parts = given if isinstance(given, tuple) else (given,)
         other = _UNKNOWN if any(isinstance(part, (Tensor, list)) for part in parts) else None
