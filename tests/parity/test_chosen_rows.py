@@ -58,7 +58,12 @@ def test_two_ranks(name: str, line: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("by sign", "dp=2,tp=2"), ("loop", "dp=2,tp=2"), ("unpadded images", "tp=2,pp=2,micro_batches=2")],
+    [
+        ("by sign", "dp=2,tp=2"),
+        ("loop", "dp=2,tp=2"),
+        ("unpadded images", "tp=2,pp=2,micro_batches=2"),
+        ("edges", "tp=2,pp=2,micro_batches=2"),
+    ],
 )
 def test_four_ranks(name: str, line: str) -> None:
     """An expert that some ranks' first shares have no tokens for was drawn for as if its layers were whole."""

@@ -13,7 +13,7 @@ from meshwright import testing
     ("name", "plan"),
     [
         ("adapters", "tp=2,pp=2,micro_batches=2"),  # one stage held an adapter in parts, the other one whole
-        ("encoder", "tp=2,pp=2,micro_batches=2"),  # what a cut layer runs was taken for another path of the forward
+        ("encoder", "tp=2,pp=2,micro_batches=2"),  # the paths of its stages are compared in test_path_hash
         ("encoder", "tp=2"),
     ],
 )

@@ -323,9 +323,11 @@ class DrawTrials:
             if dims.dim is not None and dims.is_merged:
                 rows = (drawn.shape[dims.dim] // whole.num_samples, *drawn.sizes)
                 dims = dataclasses.replace(dims, rows=(rows,))
-            dims = dataclasses.replace(dims, inner=drawn.shape[0 if dims.dim is None else dims.dim + 1 :])
+            inner = drawn.shape[0 if dims.dim is None else dims.dim + 1 :]
             is_beside = not dims.is_merged and dims.dim in drawn.moved
-            before = found.dims.setdefault(call, dataclasses.replace(dims, kind=drawn.kind, is_beside=is_beside))
+            before = found.dims.setdefault(
+                call, dataclasses.replace(dims, inner=inner, kind=drawn.kind, is_beside=is_beside)
+            )
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
                 found.unclear.append(f"draw {call[1]} of {called(call[0])}")
 

@@ -73,7 +73,8 @@ class Stage:
         own_state: OwnState | None = None,
         is_cut: bool = False,
     ) -> None:
-        self.index, self._is_cut = index, is_cut
+        self.index = index
+        self._is_cut = is_cut
         self._module = module
         self._map = stage_map
         self._shapes = shapes

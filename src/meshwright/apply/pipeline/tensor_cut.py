@@ -80,8 +80,11 @@ def restrict(
     def held(name: str) -> bool:
         # A parameter may be held for another stage, which shares a layer around it: its copies are cut alike.
         # Every rank has the buffers of all units, and writes those of its own.
-        is_of_others = any(is_inside(name, unit) for unit in stage_map.calls) and not runs_here(name)
-        return name in tensors and (isinstance(tensors[name], nn.Parameter) or not is_of_others)
+        return name in tensors and (
+            isinstance(tensors[name], nn.Parameter)
+            or runs_here(name)
+            or not any(is_inside(name, unit) for unit in stage_map.calls)
+        )
 
     regions = []
     for region in layout.regions:
