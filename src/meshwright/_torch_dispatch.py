@@ -1,6 +1,6 @@
 """Operators that are replaced inside a context, at keys of torch's dispatcher; all others fall through them without a call.
 
-Beside them a check of torch's in Python, which a context lifts.
+Beside them a check of torch's in Python, which a context lifts, and what tells operators that libraries have registered.
 
 Nothing here is documented as public by torch. Checked on torch 2.11 to 2.13.
 """
@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 import torch.library
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 __all__ = [
     "KeptBy",
+    "SizeOfValuesError",
     "also_replace",
     "batches_of_one",
     "cudnn_rnn",
@@ -25,13 +28,15 @@ __all__ = [
     "draws_untouched",
     "intercept_draws",
     "is_fake_mode_on",
+    "is_of_library",
     "is_transformed",
     "keep_results",
     "replace_draws",
     "watch_empty_attention",
 ]
 
-
+SizeOfValuesError = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where values decide a number, or the size of a result."""
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 _DEVICES = ("CPU", "CUDA", "Meta", "MPS", "XPU", "PrivateUse1", "QuantizedCPU", "QuantizedCUDA")
 
@@ -309,3 +314,10 @@ class KeptBy:
     def __exit__(self, *error: object) -> None:
         _keepers.now, self._before = self._before, None
         _RESULTS.include(_keepers.now is not None)
+
+
+def is_of_library(func: Any) -> bool:
+    """Tell whether a function is an operator that a library beside torch has registered: `torch.ops.torchvision.nms`."""
+    if type(func) is OpOverloadPacket:
+        return not func._qualified_op_name.startswith("aten::")  # pyright: ignore[reportPrivateUsage]
+    return type(func) is OpOverload and func.namespace != "aten"

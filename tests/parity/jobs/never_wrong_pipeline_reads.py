@@ -28,6 +28,47 @@ class FirstReads(nn.Module):
         return self.blocks[3](h.index_add(0, rows, h[rows]))
 
 
+@torch.library.custom_op("meshwright_tests::apart", mutates_args=())
+def apart(points: Tensor, distance: float) -> Tensor:
+    """Choose rows of [rows, width] that are further apart than a distance: an operator of a library, as torchvision's nms is."""
+    kept: list[int] = []
+    for row in range(len(points)):
+        if all(bool((points[row] - points[other]).norm() > distance) for other in kept):
+            kept.append(row)
+    return torch.tensor(kept, dtype=torch.long, device=points.device)
+
+
+@apart.register_fake
+def _(points: Tensor, distance: float) -> Tensor:
+    return points.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
+
+
+@torch.library.custom_op("meshwright_tests::halved", mutates_args=())
+def halved(points: Tensor) -> Tensor:
+    """Halve the rows [rows, width]: an operator whose result has one size, which it says."""
+    return points * 0.5
+
+
+@halved.register_fake
+def _(points: Tensor) -> Tensor:
+    return torch.empty_like(points)
+
+
+class RegisteredReads(nn.Module):
+    """Goes on with rows that a library's operator has chosen, and calls another one whose result has one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        rows = torch.ops.meshwright_tests.apart(h.detach(), 0.5)
+        h = h.index_add(0, rows, self.blocks[1](h[rows]))
+        h = self.blocks[2](h)
+        return self.blocks[3](h + halved(h.detach()))
+
+
 class ReadsTheLast(nn.Module):
     """Reads the last layer's numbers: no later stage is left that could be told."""
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright._torch_dispatch import SizeOfValuesError, is_of_library
+from meshwright.apply.pipeline.walking.stand_ins import Meta, make_fake, replace_tensors, value_of
+from meshwright.apply.pipeline.walking.without_numbers import NeedsNumbersError, run_fake
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -27,11 +30,13 @@ _MASKS = (torch.bool, torch.uint8)
 
 def may_read(func: Callable[..., Any]) -> bool:
     """Tell whether there are calls of a function for which `read_tensors` returns any: for the many others, a quick no."""
-    return getattr(func, "__name__", "") in _READING
+    return getattr(func, "__name__", "") in _READING or is_of_library(func)
 
 
 def read_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments whose values decide a number, or the size of a result; none for any other function."""
+    if is_of_library(func):
+        return list(tensors_in((args, kwargs))) if _has_size_of_values(func, args, kwargs) else []
     name = getattr(func, "__name__", "")
     if name in _ALWAYS or (name == "where" and len(args) + len(kwargs) == 1):
         return list(tensors_in((args, kwargs)))
@@ -53,3 +58,17 @@ def _of_index(index: Any) -> Iterator[Tensor]:
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> list[Tensor]:
     value = kwargs.get(name, args[place] if len(args) > place else None)
     return [value] if isinstance(value, Tensor) else []
+
+
+def _has_size_of_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operator says of itself, on tensors without values, that values decide the size of its result."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        return make_fake(Meta.of(tensor if value is None else value.any))
+
+    try:
+        run_fake(func, *replace_tensors((args, kwargs), fake))
+    except NeedsNumbersError as error:
+        return isinstance(error.__cause__, SizeOfValuesError)
+    return False
