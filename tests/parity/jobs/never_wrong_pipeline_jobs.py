@@ -21,6 +21,7 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
 )
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, SumsUp, growing_batch
 from tests.parity.jobs.never_wrong_pipeline_reads import (
+    CountedSizes,
     DeepCache,
     FirstReads,
     Installs,
@@ -268,6 +269,7 @@ SCRIPTS: dict[str, Script] = {
     "chosen_rows": Script(ChosenRows),
     "runs_in_backward": Script(RunsInBackward),
     "first_reads": Script(FirstReads, evaluates=(1,)),
+    "counted_sizes": Script(CountedSizes, evaluates=(1,)),
     "registered_reads": Script(RegisteredReads, evaluates=(1,)),
     "reads_the_last": Script(ReadsTheLast),
     "reads_inside": Script(ReadsInside, evaluates=(1,)),

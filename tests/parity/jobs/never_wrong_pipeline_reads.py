@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, tanh_block
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class FirstReads(nn.Module):
@@ -26,6 +27,27 @@ class FirstReads(nn.Module):
         h = self.blocks[2](h)
         rows = torch.where(keep)[0]
         return self.blocks[3](h.index_add(0, rows, h[rows]))
+
+
+class CountedSizes(nn.Module):
+    """Takes a number of the first layer as a size, as a tensor: slices, lengths of new tensors, numbers of parts and classes.
+
+    What lies behind that size is zero, so that each sample's result is its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x).relu().sort(1, descending=True).values
+        count = (h > 0).sum(1).max().clamp(min=1)
+        first = h[:, :count] * (1 + torch.arange(count)) * h.new_ones(count)
+        padded = F.pad(first, (0, WIDTH - count))
+        part = h.split(count, 1)[0].sum(1, keepdim=True) + h.narrow(1, 0, count).repeat(1, count).amax(1, keepdim=True)
+        classes = F.one_hot(torch.zeros(len(h), dtype=torch.long), count + 5)[:, :WIDTH].to(h.dtype)
+        h = self.blocks[1](padded) + part
+        return self.blocks[3](self.blocks[2](h + 0.1 * classes) + first.topk(count, 1).values.sum(1, keepdim=True))
 
 
 @torch.library.custom_op("meshwright_tests::apart", mutates_args=())

@@ -5,15 +5,15 @@ Where the first stage computes these values, all other stages receive them, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright._torch_dispatch import SizeOfValuesError, is_of_library
-from meshwright.apply.pipeline.walking.stand_ins import Meta, make_fake, replace_tensors, value_of
-from meshwright.apply.pipeline.walking.without_numbers import NeedsNumbersError, run_fake
+from meshwright.apply.pipeline.walking.stand_ins import StageValue, tensors_of, value_of
+from meshwright.apply.pipeline.walking.without_numbers import fails_on_fakes, has_size_of_numbers
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -28,15 +28,21 @@ _READING = _ALWAYS | _SOMETIMES
 _MASKS = (torch.bool, torch.uint8)
 
 
-def may_read(func: Callable[..., Any]) -> bool:
-    """Tell whether there are calls of a function for which `read_tensors` returns any: for the many others, a quick no."""
-    return getattr(func, "__name__", "") in _READING or is_of_library(func)
+def may_read(func: Callable[..., Any], values: Sequence[StageValue]) -> bool:
+    """Tell whether `read_tensors` may return any for a call that is given these values: for most others, a quick no."""
+    name = getattr(func, "__name__", "")
+    return name in _READING or is_of_library(func) or any(_is_count(value.any) for value in values)
 
 
 def read_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments whose values decide a number, or the size of a result; none for any other function."""
+    """Return the arguments whose values decide a number, or the size of a result; none for any other call."""
+    return _read_by_name(func, args, kwargs) or _counts(func, args, kwargs)
+
+
+def _read_by_name(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if is_of_library(func):
-        return list(tensors_in((args, kwargs))) if _has_size_of_values(func, args, kwargs) else []
+        says_so = isinstance(fails_on_fakes(func, args, kwargs), SizeOfValuesError)
+        return list(tensors_in((args, kwargs))) if says_so else []
     name = getattr(func, "__name__", "")
     if name in _ALWAYS or (name == "where" and len(args) + len(kwargs) == 1):
         return list(tensors_in((args, kwargs)))
@@ -46,9 +52,20 @@ def read_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return _named(args, kwargs, 1, "mask")
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return _named(args, kwargs, 1, "repeats") or (list(tensors_in(args)) if len(args) + len(kwargs) == 1 else [])
-    if name == "one_hot" and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
-        return list(tensors_in((args, kwargs)))
+    if name == "one_hot":
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        return list(tensors_in((args, kwargs))) if not isinstance(classes, Tensor) and classes == -1 else []
     return []
+
+
+def _is_count(tensor: Tensor) -> bool:
+    return not (tensor.shape or tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def _counts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return integers, tensors without a dim, that decide the size of a result: `x[:, : lengths.max()]`, `torch.arange(n)`."""
+    found = [tensor for tensor in tensors_of((args, kwargs)) if value_of(tensor) is not None and _is_count(tensor)]
+    return found if found and has_size_of_numbers(func, args, kwargs) else []
 
 
 def _of_index(index: Any) -> Iterator[Tensor]:
@@ -58,17 +75,3 @@ def _of_index(index: Any) -> Iterator[Tensor]:
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> list[Tensor]:
     value = kwargs.get(name, args[place] if len(args) > place else None)
     return [value] if isinstance(value, Tensor) else []
-
-
-def _has_size_of_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operator says of itself, on tensors without values, that values decide the size of its result."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        value = value_of(tensor)
-        return make_fake(Meta.of(tensor if value is None else value.any))
-
-    try:
-        run_fake(func, *replace_tensors((args, kwargs), fake))
-    except NeedsNumbersError as error:
-        return isinstance(error.__cause__, SizeOfValuesError)
-    return False

@@ -279,7 +279,9 @@ class StageForward(Bookkeeping):
         if func in DIFFERENTIATES:
             refuse_gradient(func, args, kwargs)
         target = writes_to(func, args, kwargs)
-        is_read = may_read(func) and not (self._way.is_over or self._way.in_hook)  # those may run on one stage only
+        is_read = may_read(func, values) and not (
+            self._way.is_over or self._way.in_hook
+        )  # those may run on one stage only
         read = self._send_read(read_tensors(func, args, kwargs), self._stage_map.num_stages) if is_read else []
         if home == self.stage or (home is None and not [value for value in values if value.real is None]):
             given: Any = (args, kwargs)

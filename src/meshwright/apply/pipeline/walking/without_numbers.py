@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -51,6 +52,32 @@ def find_of_function(
             f"values ({str(error).splitlines()[0]})",
             fix="let the inputs alone decide, or move the code into a layer; or use pp=1",
         ) from error
+
+
+def fails_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException | None:
+    """Return what a torch function raises where no tensor has values; None where shapes suffice."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        return make_fake(Meta.of(tensor if value is None else value.any))
+
+    try:
+        run_fake(func, *replace_tensors((args, kwargs), fake))
+    except NeedsNumbersError as error:
+        return error.__cause__
+    return None
+
+
+def has_size_of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether other stages' tensors decide the size of a result: with ones, twos and threes in them it differs.
+
+    True where most of these do not fit, too: no size is known then.
+    """
+    if fails_on_fakes(func, args, kwargs) is None:
+        return False
+    tried = [_sizes_with(functools.partial(_filled, number), func, args, kwargs) for number in (1, 2, 3)]
+    fit = [sizes for sizes in tried if sizes is not None]
+    return len(fit) < 2 or any(sizes != fit[0] for sizes in fit)
 
 
 def run_on_made_up(run: Callable[[Callable[[Meta], Tensor]], _T]) -> _T:
@@ -151,9 +178,12 @@ def _spread(meta: Meta) -> Tensor:
         return zeros.copy_(0.25 + 0.5 * (places * 0.6180339887).frac())
 
 
-def _ones(meta: Meta) -> Tensor:
+def _filled(number: int, meta: Meta) -> Tensor:
     with torch.no_grad():
-        return zeros_like_meta(meta).fill_(1)
+        return zeros_like_meta(meta).fill_(number)
+
+
+_ones = functools.partial(_filled, 1)
 
 
 def _ramp(meta: Meta) -> Tensor:
