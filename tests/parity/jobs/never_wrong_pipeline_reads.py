@@ -50,6 +50,49 @@ class CountedSizes(nn.Module):
         return self.blocks[3](self.blocks[2](h + 0.1 * classes) + first.topk(count, 1).values.sum(1, keepdim=True))
 
 
+class _Trims(nn.Module):
+    """Returns as many columns as the longest sample has; those behind it are zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.line(x).relu().sort(1, descending=True).values
+        lengths = (h > 0).sum(1)
+        return h[:, : max(int(lengths.max()), 1)], lengths
+
+
+class SizedResults(nn.Module):
+    """A layer whose result has a size that its values decide, and code on later stages that counts by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trims, self.blocks = _Trims(), nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        short, lengths = self.trims(x)
+        h = self.blocks[0](F.pad(short, (0, WIDTH - short.shape[1])))
+        for place in range(short.shape[1]):
+            h = h + 0.1 * (place + 1) * short[:, place : place + 1]
+        h = self.blocks[1](h * torch.ones(short.shape[1]).mean())
+        return self.blocks[2](h + short.mean(1, keepdim=True) * short.shape[1] + 0.1 * lengths[:, None])
+
+
+class SizedLast(nn.Module):
+    """The same layer behind all others: no stage is left that could be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.trims = nn.ModuleList(tanh_block() for _ in range(3)), _Trims()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        short, _ = self.trims(x)
+        return short.sum(1) / short.shape[1]
+
+
 @torch.library.custom_op("meshwright_tests::apart", mutates_args=())
 def apart(points: Tensor, distance: float) -> Tensor:
     """Choose rows of [rows, width] that are further apart than a distance: an operator of a library, as torchvision's nms is."""

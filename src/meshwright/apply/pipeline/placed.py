@@ -89,7 +89,7 @@ class Placed:
                 draws=self.draws,
                 under_way=under_way,
                 own_state=self._own_state,
-                is_cut=together is not None,
+                shards=1 if together is None else plan.tp,
             )
             for index in own
         }

@@ -57,7 +57,7 @@ class Stage:
         draws: Random numbers.
         under_way: Record of the forward that this rank is running.
         own_state: State of the code between layers, where several stages of this rank run it; else None.
-        is_cut: Whether ranks hold parts of layers.
+        shards: Parts into which layers may be cut on the stage that holds them [count].
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Stage:
         draws: Draws,
         under_way: UnderWay,
         own_state: OwnState | None = None,
-        is_cut: bool = False,
+        shards: int = 1,
     ) -> None:
         self.index = index
-        self._is_cut = is_cut
+        self._shards = shards
         self._module = module
         self._map = stage_map
         self._shapes = shapes
@@ -109,7 +109,7 @@ class Stage:
         if self._own_state is not None:
             self._own_state.enter(self.index)
         changes = self.counters.changes()
-        way = Way(micro_batch, is_training=self._module.training, counters=changes, is_cut=self._is_cut)
+        way = Way(micro_batch, is_training=self._module.training, counters=changes, shards=self._shards)
         begin_again()  # each stage of this rank counts what the others draw
         walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk

@@ -9,23 +9,40 @@ from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.stand_ins import StageValue
 
 
-def digest_of(*homes: int, is_cut: bool) -> int:
+def digest_of(*homes: int, shards: int) -> int:
     """Return the digest of a forward with code on stage 0 between layers, each time of a tensor of one of these stages."""
-    way, tensor = Way(0, is_training=True, is_cut=is_cut), torch.ones(2)
+    way, tensor = Way(0, is_training=True, shards=shards), torch.ones(2)
     for home in homes:
         way.between(0, [StageValue(None, home, tensor, None)])
     return way.digest
 
 
 def test_code_on_one_stage_is_part_of_the_path() -> None:
-    assert digest_of(0, 0, is_cut=False) != digest_of(0, is_cut=False)
+    assert digest_of(0, 0, shards=1) != digest_of(0, shards=1)
 
 
 def test_code_inside_of_cut_layers_is_not() -> None:
     """The stage that holds such a layer runs exchanges in it, which the others do not see."""
-    assert digest_of(0, 0, is_cut=True) == digest_of(0, is_cut=True)
+    assert digest_of(0, 0, shards=2) == digest_of(0, shards=2)
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_tensors_of_other_stages_are(is_cut: bool) -> None:
-    assert digest_of(1, is_cut=is_cut) != digest_of(1, 1, is_cut=is_cut) != digest_of(0, is_cut=is_cut)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_tensors_of_other_stages_are(shards: int) -> None:
+    assert digest_of(1, shards=shards) != digest_of(1, 1, shards=shards) != digest_of(0, shards=shards)
+
+
+def digest_of_result(*sizes: int, shards: int, looks: bool) -> int:
+    way = Way(0, is_training=True, shards=shards)
+    way.result(sizes, looks=looks)
+    return way.digest
+
+
+def test_sizes_of_results_are_part_of_the_path() -> None:
+    assert digest_of_result(3, 8, shards=1, looks=False) != digest_of_result(4, 8, shards=1, looks=False)
+
+
+def test_where_layers_are_cut_they_are_for_layers_that_look_at_values_and_may_lie_in_shards() -> None:
+    """The stage that holds a cut layer may have a third of its result, and knows no more of what the layer returns."""
+    assert digest_of_result(5, 8, shards=3, looks=True) != digest_of_result(7, 8, shards=3, looks=True)
+    assert digest_of_result(5, 24, shards=3, looks=True) == digest_of_result(5, 8, shards=3, looks=True)
+    assert digest_of_result(5, 8, shards=3, looks=False) == digest_of_result(7, 8, shards=3, looks=False)

@@ -55,6 +55,8 @@ class Flow:
         opens: Units whose calls use other units' tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
         shared: What a unit changes outside of its module, and others use, as text.
+        looks: Units whose code looks at values inside: a number that it reads, a mask, a choice.
+        sized: Those of them whose results have sizes that values decide: the first stage, which has them, tells the others.
         has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
         counts: Units whose calls change attributes that hold no tensors: a count of calls, a list.
         bonds: What a unit changes in attributes and other units use, as text -> these units, which belong to one stage.
@@ -71,6 +73,8 @@ class Flow:
     opens: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    looks: tuple[str, ...] = ()
+    sized: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     has_loss_beside: bool = False
     firsts: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -39,11 +39,12 @@ def observe(
     buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     observed = copy_module(module, Tensor.detach) if on_copy else module
     units, kept = [name for name, _ in find_layers(observed)], set(closed)
+    judged: dict[str, bool] = {}
     try:
         with sharing_attributes(module, observed), hooks_put_back(module.modules()):
-            flow = _observe_once(observed, run, units)
+            flow = _observe_once(observed, run, units, judged)
             while (opened := with_one_opened(observed, flow, units, num_stages, kept)) is not None:
-                finer = _observe_once(observed, run, opened)
+                finer = _observe_once(observed, run, opened, judged)
                 if flow.is_better_than(finer, num_stages):
                     kept.update(set(units) - set(opened))  # it stays in one piece
                 else:
@@ -54,12 +55,14 @@ def observe(
         buffers.restore()
 
 
-def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str]) -> Flow:
+def _observe_once(
+    module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: dict[str, bool]
+) -> Flow:
     observer = ForwardObserver(module, units)
     try:
         with torch.enable_grad(), observer.attached(), observer.counter, observer:
             run(module)
         # What layers compute grows with the samples, what their parameters cost does not.
-        return observer.flow(run.pieces if isinstance(run, FirstRun) else 1)
+        return observer.flow(run.pieces if isinstance(run, FirstRun) else 1, judged)
     finally:
         observer.forget()

@@ -26,6 +26,7 @@ from meshwright.apply.pipeline.tracing.reads import read_tensors
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
+from meshwright.apply.pipeline.walking.sized_results import Lookers
 from meshwright.apply.pipeline.walking.stand_ins import (
     ATTRIBUTE,
     StageValue,
@@ -74,6 +75,7 @@ class ForwardObserver(TorchFunctionMode):
         self._given: set[int] = set()
         self._in_objects: set[int] = set()
         self._opens = set[str]()
+        self._lookers = Lookers()
         self._is_in_model = False
         self._draws = False
         self._draws_python: set[str] = set()
@@ -171,7 +173,7 @@ class ForwardObserver(TorchFunctionMode):
 
         return hook
 
-    def _after(self, unit: nn.Module, _args: Any, _kwargs: Any, outputs: Any) -> Any:
+    def _after(self, unit: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         place = self._running
         if place is None or self._calls[place]["module"] is not unit:
             return None
@@ -181,22 +183,25 @@ class ForwardObserver(TorchFunctionMode):
         self._note_python_draws(call["unit"])
         self._python_state = PythonState()
         call["flops"] = self.counter.get_total_flops() - call["flops"]
-        self._note_left(call, place)
+        has_left = self._note_left(call, place)
         self._shared.end(call["unit"], call.pop("elsewhere"))
         held = {id(b): version for b, version in call.pop("buffers")}
         self._changed_buffers |= {id(b): call["unit"] for b in unit.buffers() if held.get(id(b)) != b._version}
         with without_function_modes():
-            for tensor, version in call["given"]:
-                if tensor._version != version:
-                    self._mark(tensor, place)
+            written = [tensor for tensor, version in call["given"] if tensor._version != version]
+            for tensor in written:
+                self._mark(tensor, place)
+            if not (written or has_left):
+                self._lookers.end(call["unit"], unit, args, kwargs, outputs)
             # A view of its own: a unit may return its very input.
             return map_results(outputs, lambda tensor: self._mark(tensor.view_as(tensor), place))
 
-    def _note_left(self, call: dict[str, Any], place: int) -> None:
-        """Record the tensors that a call has left in attributes and in its arguments."""
+    def _note_left(self, call: dict[str, Any], place: int) -> bool:
+        """Record the tensors that a call has left in attributes and in its arguments; tell whether it changed any of these."""
         scene: Scene = call.pop("scene")
+        changes = list(scene.changes())
         old = {id(tensor) for tensor, _ in call["given"]}
-        for path, kind, key, value in scene.changes():
+        for path, kind, key, value in changes:
             if kind == "del" or not holds_tensors(value):
                 if isinstance(path[0], tuple):
                     self._shared.note(call["unit"], path, key)
@@ -210,6 +215,7 @@ class ForwardObserver(TorchFunctionMode):
                 known = value_of(tensor)
                 if id(tensor) not in old and (known is None or known.owner is not self):
                     self._mark(tensor, place)
+        return bool(changes)
 
     def forget(self) -> None:
         """Take the marks off: a tensor that leads to itself by its mark, and lies in a graph, is never freed."""
@@ -217,6 +223,7 @@ class ForwardObserver(TorchFunctionMode):
             for name in (_MADE, ATTRIBUTE):
                 vars(tensor).pop(name, None)
         self._marked, self._alive, self._calls = [], [], []
+        self._lookers.forget()
 
     def _mark(self, tensor: Tensor, place: int | None) -> Tensor:
         self._marked.append(tensor)
@@ -246,6 +253,7 @@ class ForwardObserver(TorchFunctionMode):
         names = self._parameters_in((args, kwargs))
         if self._running is not None:
             self._used[self._running] |= names
+            self._lookers.watch(self._calls[self._running]["unit"], func, args, kwargs)
             self._watch_unit(self._running, (args, kwargs), result, writes_to(func, args, kwargs))
             return result
         self._watch_between(func, (args, kwargs))
@@ -341,8 +349,13 @@ class ForwardObserver(TorchFunctionMode):
                 unit = self._changed_buffers[id(tensor)]
                 self._leaks.append(f"{shown_name(func)} takes a buffer that '{unit}' has written")
 
-    def flow(self, pieces: int) -> Flow:
-        """Return the trace, with the operations of so many times the samples."""
+    def flow(self, pieces: int, judged: dict[str, bool]) -> Flow:
+        """Return the trace, with the operations of so many times the samples.
+
+        Args:
+            pieces: How often the batch that was run stands for its samples [count].
+            judged: Unit -> whether values decide the sizes of its results, of those observed so far; it is extended.
+        """
         if self._running is not None:
             raise ApplyError(f"'{self._calls[self._running]['unit']}' was called and did not return")
         calls = tuple(
@@ -352,6 +365,8 @@ class ForwardObserver(TorchFunctionMode):
             for call, used in zip(self._calls, self._used, strict=True)
         )
         called = {call.unit for call in calls}
+        sized = self._lookers.find_sized(self._module, judged)
+        of_sizes = {f"the size of what '{c.unit}' returns": i for i, c in enumerate(calls) if c.unit in sized}
         idle = {
             name: tuple(self._names[id(p)] for p in self._module.get_submodule(name).parameters())
             for name in self._units
@@ -363,12 +378,14 @@ class ForwardObserver(TorchFunctionMode):
             idle=idle,
             draws=self._draws,
             reads=tuple(dict.fromkeys(self._reads)),
-            firsts=self._firsts,
+            firsts=self._firsts | of_sizes,
             shown=tuple(dict.fromkeys(self._shown)),
             draws_python=tuple(sorted(self._draws_python | _may_draw(self._module, self._units))),
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
+            looks=tuple(sorted(self._lookers.units)),
+            sized=tuple(sorted(sized)),
             has_loss_beside=self._has_loss_beside,
             counts=self._shared.units,
             leaks=tuple(dict.fromkeys(self._leaks)),

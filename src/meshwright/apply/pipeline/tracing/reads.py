@@ -34,6 +34,11 @@ def may_read(func: Callable[..., Any], values: Sequence[StageValue]) -> bool:
     return name in _READING or is_of_library(func) or any(_is_count(value.any) for value in values)
 
 
+def looks_at_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call inside of a layer may make a number, or a size, of values: it reads some, or is given a count."""
+    return bool(_read_by_name(func, args, kwargs)) or any(_is_count(tensor) for tensor in tensors_of((args, kwargs)))
+
+
 def read_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments whose values decide a number, or the size of a result; none for any other call."""
     return _read_by_name(func, args, kwargs) or _counts(func, args, kwargs)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from meshwright._torch_private import without_view
+from meshwright._torch_private import current_function_mode, without_view
 from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
+from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
@@ -65,6 +66,8 @@ class Bookkeeping(TorchFunctionMode):
         """(where its gradient goes, what it is like, stage it went to), in the order of sending."""
         self.received: list[tuple[Tensor, int]] = []
         """(leaf, stage it came from), in the order of receipt."""
+        self.is_paused = False
+        """Whether what runs is not watched."""
         self._taken: list[StageValue] = []
         self._mail = mail
         self._module = module
@@ -188,6 +191,18 @@ class Bookkeeping(TorchFunctionMode):
                 self._send_all(read, stage)
         return read
 
+    def _tell(self, known: Known, num_stages: int) -> Known:
+        """Send the sizes of a layer's results from the first stage to all others; return the results with these sizes."""
+        if not known.sizes:
+            return known
+        tensor = torch.tensor(known.sizes, device=known.metas[0].device)
+        if self.stage:
+            tensor = mark(made := StandIn(Meta.of(tensor)), StageValue(self, 0, None, made))
+        else:
+            mark(tensor, StageValue(self, 0, tensor, None))
+        (value,) = self._send_read([tensor], num_stages)
+        return known.with_sizes(self.real(value).tolist()) if self.stage else known
+
     def _with_read(self, tree: Any, read: list[StageValue]) -> Any:
         """Return arguments with these values' tensors, received from the first stage, and zeros for all others."""
         needed = {id(value): self.real(value).detach() for value in read}
@@ -240,3 +255,25 @@ class _ForwardElsewhere(Bookkeeping):
 def mark_home(tensor: Tensor, home: int, module: nn.Module) -> None:
     """Mark a tensor of the model with the stage that computes it, as another rank's forward has found."""
     mark(tensor, StageValue(_ForwardElsewhere(module), home, tensor, None))
+
+
+class Paused:
+    """A context without a generator: one is entered for each call of a layer."""
+
+    __slots__ = ("_walk", "_was_on_top")
+
+    def __init__(self, walk: Bookkeeping) -> None:
+        self._walk = walk
+        self._was_on_top = False
+
+    def __enter__(self) -> None:
+        walk = self._walk
+        walk.is_paused = True
+        self._was_on_top = current_function_mode() is walk  # else the user's own mode is, and must stay
+        if self._was_on_top:
+            TorchFunctionMode.__exit__(walk, None, None, None)
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on_top:
+            TorchFunctionMode.__enter__(self._walk)
+        self._walk.is_paused = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from meshwright.apply.pipeline.walking.stand_ins import StageValue
@@ -18,15 +19,14 @@ class Way:
         micro_batch: The forward's.
         is_training: Whether the model is in training mode.
         counters: What the code between layers counts.
-        is_cut: Whether layers are cut on the stages that hold them: inside of these they run other code than elsewhere.
+        shards: Parts into which layers may be cut on the stages that hold them: inside of these they run other code than
+            elsewhere [count].
     """
 
-    __slots__ = ("_hash", "_is_cut", "in_hook", "is_over", "last", "num_calls")
+    __slots__ = ("_hash", "_shards", "in_hook", "is_over", "last", "num_calls")
 
-    def __init__(
-        self, micro_batch: int, *, is_training: bool, counters: tuple[int, ...] = (), is_cut: bool = False
-    ) -> None:
-        self._is_cut = is_cut
+    def __init__(self, micro_batch: int, *, is_training: bool, counters: tuple[int, ...] = (), shards: int = 1) -> None:
+        self._shards = shards
         self.num_calls = 0
         """Calls of layers so far [count]."""
         self.last = -1
@@ -53,6 +53,16 @@ class Way:
         crossing = [_facts(value) for value in values if value.home != stage and value.home is not None]
         self._hash = hash((self._hash, number, stage, *crossing))
 
+    def result(self, sizes: Iterable[int], *, looks: bool) -> None:
+        """Record the sizes of a layer's results: its stage has them from the values, and the others may have made them up.
+
+        Where layers are cut, their stage may hold a part of a result. Sizes count there for layers whose code looks at values,
+        without the factors that the number of shards has.
+        """
+        if self.is_over or self.in_hook or not (looks or self._shards == 1):
+            return
+        self._hash = hash((self._hash, *[_without_factors(size, self._shards) for size in sizes]))
+
     def draw(self, *places: int) -> None:
         """Record the positions of generators from which all stages draw alike."""
         if not (self.is_over or self.in_hook):
@@ -63,8 +73,14 @@ class Way:
         if home is None or self.is_over or self.in_hook:
             return
         crossing = [_facts(value) for value in values if value.home != home and value.home is not None]
-        if crossing or not self._is_cut:
+        if crossing or self._shards == 1:
             self._hash = hash((self._hash, home, *crossing))
+
+
+def _without_factors(size: int, shards: int) -> int:
+    while size and (shared := math.gcd(size, shards)) > 1:
+        size //= shared
+    return size
 
 
 def _facts(value: StageValue) -> tuple[int, ...]:

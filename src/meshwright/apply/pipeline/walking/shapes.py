@@ -24,6 +24,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
 )
 from meshwright.apply.pipeline.walking.without_numbers import (
+    TRIED,
     NeedsNumbersError,
     find_of_function,
     run_fake,
@@ -85,16 +86,7 @@ class Shapes:
     ) -> Known:
         """Run a unit's call on fake tensors, or on made-up values where its code needs some, and cache the result."""
         key = self._key(name, module.training, args, kwargs)
-        twin = self._twins.get(name)
-        scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
-        if twin is None:
-            scope += self._around
-        else:
-            twin.train(module.training)
-            module, forward = twin, _forward_of_twin
-            scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
-        scene = Scene(args, kwargs, scope, depth=DEEP)
-        run = functools.partial(forward, module)
+        scene, module, run = self._prepare(name, module, forward, args, kwargs)
         generators = PythonState()
         try:
             if name not in self._needs_numbers:
@@ -113,6 +105,30 @@ class Shapes:
         finally:
             if name not in self._drawing:
                 generators.restore()
+
+    def guesses(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Known]:
+        """Return what a unit's call gives on several values in place of its parameters and of other units' tensors."""
+        scene, module, run = self._prepare(name, module, type(module).forward, args, kwargs)
+        generators, found = PythonState(), list[Known]()
+        for make in TRIED:
+            with contextlib.suppress(Exception):
+                found.append(_run_watched(scene, run, (args, kwargs), module, make))
+            generators.restore()
+        return found
+
+    def _prepare(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Scene, nn.Module, Callable[..., Any]]:
+        """Return what a call of a unit may change, the module that runs in its place, and its forward."""
+        twin = self._twins.get(name)
+        scope = [(f"{name}.{own}" if own and name else own or name, child) for own, child in module.named_modules()]
+        if twin is None:
+            scope += self._around
+        else:
+            twin.train(module.training)
+            module, forward = twin, _forward_of_twin
+            scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
+        return Scene(args, kwargs, scope, depth=DEEP), module, functools.partial(forward, module)
 
     def _key(self, what: Any, is_training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts, integers = describe_call(args, kwargs)

@@ -40,12 +40,13 @@ from meshwright.apply.pipeline.tracing.scene import (
     tensors_of_call,
 )
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
-from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping
+from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Paused
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.inside_functions import refuse_inside_function
 from meshwright.apply.pipeline.walking.path_hash import Way
-from meshwright.apply.pipeline.walking.remembered import Known
+from meshwright.apply.pipeline.walking.remembered import Known, encode_results
 from meshwright.apply.pipeline.walking.shapes import Shapes
+from meshwright.apply.pipeline.walking.sized_results import sizes_in
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
@@ -56,7 +57,13 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     values_in,
 )
 from meshwright.apply.pipeline.walking.without_numbers import run_plain, zeros_like_meta
-from meshwright.apply.pipeline.walking.written import map_results, places_of_slots, refuse_unseen, written_tensors
+from meshwright.apply.pipeline.walking.written import (
+    map_results,
+    places_of_slots,
+    refuse_unseen,
+    versions_of,
+    written_tensors,
+)
 from meshwright.apply.randomness.row_choices import note_elsewhere
 from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
@@ -79,7 +86,6 @@ class StageForward(Bookkeeping):
         self._draws = draws
         self._way = way
         self._calls: dict[str, int] = {}
-        self.is_paused = False
         self._has_graph = torch.is_grad_enabled()
         self._checkpoints = 0  # depth of the user's own torch.utils.checkpoint around the running code
         self._plain_checkpoints = PlainCheckpoints(lambda: not self.is_paused, self._note_checkpoint)
@@ -111,9 +117,9 @@ class StageForward(Bookkeeping):
         finally:
             self._way.in_hook -= 1
 
-    def paused(self) -> _Paused:
+    def paused(self) -> Paused:
         """Run the code inside the context unwatched."""
-        return _Paused(self)
+        return Paused(self)
 
     # -- units --------------------------------------------------------------------------------------------------
 
@@ -140,7 +146,7 @@ class StageForward(Bookkeeping):
                 self._send_all(values, stage)
                 known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
                 if known is not None and known.is_plain:
-                    return self._stand_in(known, stage)
+                    return self._repeat_unit(name, known, stage, (args, kwargs))
             elif values:
                 if [value for value in values if value.stand_in is not None]:
                     for value in values:
@@ -152,11 +158,12 @@ class StageForward(Bookkeeping):
                     self._mail.flush()  # the layer may write over it
             if stage == self.stage and not is_plain:
                 given += tensors_of_call(args, kwargs, places_of_call(args, kwargs))
-            versions = _versions_of(given) if stage == self.stage else []
+            versions = versions_of(given) if stage == self.stage else []
         if stage == self.stage:
             outputs = self._run_unit(module, forward, args, kwargs)
             with without_function_modes():
-                return self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
+                outputs = self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
+            return self._with_sizes_noted(name, outputs)
         if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
@@ -197,11 +204,13 @@ class StageForward(Bookkeeping):
             versions: Their versions before the call.
             call: Its arguments, where there is more than tensors in them.
         """
-        now = _versions_of(given)
+        now = versions_of(given)
         if now != versions:
             for tensor, old_version, version in zip(given, versions, now, strict=True):
                 if version != old_version:
                     self._note_written(tensor, self.stage, by_layer=True)
+        if self._is_told(name, self.stage):
+            self._tell(encode_results(outputs), self._stage_map.num_stages)
         old = {id(tensor) for tensor in given}
         leaves = self._stage_map.flow.leaves.get(name, ())
         places = [] if call is None else places_of_call(*call)
@@ -217,8 +226,11 @@ class StageForward(Bookkeeping):
 
     def _repeat_unit(self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
+        if self._is_told(name, stage):
+            with without_function_modes():
+                known = self._tell(known, self._stage_map.num_stages)
         if known.is_plain:
-            return self._stand_in(known, stage)
+            return self._with_sizes_noted(name, self._stand_in(known, stage))
         with without_function_modes():
             given: list[Tensor] = []
             if known.writes or known.effects:
@@ -227,7 +239,15 @@ class StageForward(Bookkeeping):
                 self._write_remote(given[place], meta, stage, by_layer=True)
         if known.effects:
             refuse_unseen(name, known.effects, self._stage_map.flow.leaves.get(name, ()))
-        return self._stand_in(known, stage, given, call)
+        return self._with_sizes_noted(name, self._stand_in(known, stage, given, call))
+
+    def _is_told(self, name: str, stage: int) -> bool:
+        """Tell whether a layer's stage tells the others the sizes of its results."""
+        return stage == 0 and name in self._stage_map.flow.sized
+
+    def _with_sizes_noted(self, name: str, outputs: Any) -> Any:
+        self._way.result(sizes_in(outputs), looks=name in self._stage_map.flow.looks)
+        return outputs
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
         """Mark a layer's result; an existing tensor (an input, a buffer) is marked through a view of it."""
@@ -348,35 +368,6 @@ class StageForward(Bookkeeping):
             return mark(tensor, StageValue(self, home, None, tensor))
 
         return known.repeat(make, given, call, self._module.get_submodule)
-
-
-def _versions_of(tensors: list[Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # tensors of inference mode have none
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-class _Paused:
-    """A context without a generator: one is entered for each call of a layer."""
-
-    __slots__ = ("_walk", "_was_on_top")
-
-    def __init__(self, walk: StageForward) -> None:
-        self._walk = walk
-        self._was_on_top = False
-
-    def __enter__(self) -> None:
-        walk = self._walk
-        walk.is_paused = True
-        self._was_on_top = current_function_mode() is walk  # else the user's own mode is, and must stay
-        if self._was_on_top:
-            Bookkeeping.__exit__(walk, None, None, None)
-
-    def __exit__(self, *_: object) -> None:
-        if self._was_on_top:
-            Bookkeeping.__enter__(self._walk)
-        self._walk.is_paused = False
 
 
 def is_own(tensor: Tensor) -> bool:

@@ -186,6 +186,19 @@ def _filled(number: int, meta: Meta) -> Tensor:
 _ones = functools.partial(_filled, 1)
 
 
+def _waves(sign: int, meta: Meta) -> Tensor:
+    """Return numbers of both signs; integers are zeros and ones."""
+    zeros = zeros_like_meta(meta)
+    places = torch.arange(zeros.numel(), device=meta.device, dtype=torch.float64).reshape(meta.shape)
+    exact = not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+    with torch.no_grad():
+        return zeros.copy_((sign * places.cos() > 0) if exact else sign * places.cos())
+
+
+TRIED = (zeros_like_meta, _spread, _ones, functools.partial(_waves, 1), functools.partial(_waves, -1))
+"""What fills tensors one after another where code is tried on several values: some of each sign, and their opposites."""
+
+
 def _ramp(meta: Meta) -> Tensor:
     zeros = zeros_like_meta(dataclasses.replace(meta, requires_grad=False))
     return (torch.arange(zeros.numel(), device=meta.device) % 2**7).reshape(meta.shape).to(meta.dtype)

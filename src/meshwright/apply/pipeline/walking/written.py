@@ -115,3 +115,11 @@ class _Results:
                 if new is not part:
                     attributes[key] = new
         return item
+
+
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    """Return how often each tensor was written in place so far."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of inference mode have none
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
