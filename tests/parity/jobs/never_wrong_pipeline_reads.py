@@ -79,6 +79,64 @@ class SizedResults(nn.Module):
         return self.blocks[2](h + short.mean(1, keepdim=True) * short.shape[1] + 0.1 * lengths[:, None])
 
 
+class _Measures(nn.Module):
+    """Returns Python numbers of its values beside its result: how long the longest sample is, and a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        h = self.line(x).relu().sort(1, descending=True).values
+        longest = max(int((h > 0).sum(1).max()), 1)
+        return h, {"longest": longest, "parts": [h[:, place] for place in range(longest)]}
+
+
+class TellsNumbers(nn.Module):
+    """Code on later stages that uses a layer's Python numbers, and as many tensors as values have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measures, self.blocks = _Measures(), nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, found = self.measures(x)
+        for block in self.blocks:
+            h = block(h)
+        for place, part in enumerate(found["parts"]):
+            h = h + 0.1 * (place + 1) * part[:, None]
+        return h + (h[:, : found["longest"]].sum(1) / found["longest"] * 0.0)[:, None]
+
+
+class SetsNumber(nn.Module):
+    """A layer that keeps a number of its values as an attribute, which code between layers uses by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(4))
+        self.counts = _Counts()
+
+    def scale(self) -> float:
+        return 1.0 + self.counts.number
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.counts(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale()
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.number = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x)
+        self.number = int((h > 0).sum())
+        return h
+
+
 class SizedLast(nn.Module):
     """The same layer behind all others: no stage is left that could be told."""
 

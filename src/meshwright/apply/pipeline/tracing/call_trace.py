@@ -56,7 +56,8 @@ class Flow:
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
         shared: What a unit changes outside of its module, and others use, as text.
         looks: Units whose code looks at values inside: a number that it reads, a mask, a choice.
-        sized: Those of them whose results have sizes that values decide: the first stage, which has them, tells the others.
+        told: Those of them whose results hold what values decide, beside numbers in tensors: a size, a Python number. The first
+            stage, which has it, tells the others.
         has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
         counts: Units whose calls change attributes that hold no tensors: a count of calls, a list.
         bonds: What a unit changes in attributes and other units use, as text -> these units, which belong to one stage.
@@ -74,7 +75,7 @@ class Flow:
     leaks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     looks: tuple[str, ...] = ()
-    sized: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     has_loss_beside: bool = False
     firsts: dict[str, int] = dataclasses.field(default_factory=dict)

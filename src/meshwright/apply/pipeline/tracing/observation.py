@@ -14,6 +14,7 @@ from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.observer import ForwardObserver
 from meshwright.apply.pipeline.tracing.scene import Scene
 from meshwright.apply.pipeline.tracing.stage_map import with_one_opened
+from meshwright.apply.pipeline.walking.told_results import Judged
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.describe.layers import find_layers
@@ -39,7 +40,7 @@ def observe(
     buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     observed = copy_module(module, Tensor.detach) if on_copy else module
     units, kept = [name for name, _ in find_layers(observed)], set(closed)
-    judged: dict[str, bool] = {}
+    judged = Judged()
     try:
         with sharing_attributes(module, observed), hooks_put_back(module.modules()):
             flow = _observe_once(observed, run, units, judged)
@@ -55,9 +56,7 @@ def observe(
         buffers.restore()
 
 
-def _observe_once(
-    module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: dict[str, bool]
-) -> Flow:
+def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: Judged) -> Flow:
     observer = ForwardObserver(module, units)
     try:
         with torch.enable_grad(), observer.attached(), observer.counter, observer:

@@ -26,7 +26,6 @@ from meshwright.apply.pipeline.tracing.reads import read_tensors
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
-from meshwright.apply.pipeline.walking.sized_results import Lookers
 from meshwright.apply.pipeline.walking.stand_ins import (
     ATTRIBUTE,
     StageValue,
@@ -36,6 +35,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
     values_in,
 )
+from meshwright.apply.pipeline.walking.told_results import Judged, Lookers
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
 from meshwright.apply.state.outside import Outside
@@ -183,7 +183,7 @@ class ForwardObserver(TorchFunctionMode):
         self._note_python_draws(call["unit"])
         self._python_state = PythonState()
         call["flops"] = self.counter.get_total_flops() - call["flops"]
-        has_left = self._note_left(call, place)
+        changes = self._note_left(call, place)
         self._shared.end(call["unit"], call.pop("elsewhere"))
         held = {id(b): version for b, version in call.pop("buffers")}
         self._changed_buffers |= {id(b): call["unit"] for b in unit.buffers() if held.get(id(b)) != b._version}
@@ -191,15 +191,13 @@ class ForwardObserver(TorchFunctionMode):
             written = [tensor for tensor, version in call["given"] if tensor._version != version]
             for tensor in written:
                 self._mark(tensor, place)
-            if not (written or has_left):
-                self._lookers.end(call["unit"], unit, args, kwargs, outputs)
+            self._lookers.end(call["unit"], unit, args, kwargs, outputs, changes=changes + written)
             # A view of its own: a unit may return its very input.
             return map_results(outputs, lambda tensor: self._mark(tensor.view_as(tensor), place))
 
-    def _note_left(self, call: dict[str, Any], place: int) -> bool:
-        """Record the tensors that a call has left in attributes and in its arguments; tell whether it changed any of these."""
-        scene: Scene = call.pop("scene")
-        changes = list(scene.changes())
+    def _note_left(self, call: dict[str, Any], place: int) -> list[Any]:
+        """Record the tensors that a call has left in attributes and in its arguments; return all that it changed of these."""
+        changes = list(call.pop("scene").changes())
         old = {id(tensor) for tensor, _ in call["given"]}
         for path, kind, key, value in changes:
             if kind == "del" or not holds_tensors(value):
@@ -215,7 +213,7 @@ class ForwardObserver(TorchFunctionMode):
                 known = value_of(tensor)
                 if id(tensor) not in old and (known is None or known.owner is not self):
                     self._mark(tensor, place)
-        return bool(changes)
+        return changes
 
     def forget(self) -> None:
         """Take the marks off: a tensor that leads to itself by its mark, and lies in a graph, is never freed."""
@@ -349,12 +347,12 @@ class ForwardObserver(TorchFunctionMode):
                 unit = self._changed_buffers[id(tensor)]
                 self._leaks.append(f"{shown_name(func)} takes a buffer that '{unit}' has written")
 
-    def flow(self, pieces: int, judged: dict[str, bool]) -> Flow:
+    def flow(self, pieces: int, judged: Judged) -> Flow:
         """Return the trace, with the operations of so many times the samples.
 
         Args:
             pieces: How often the batch that was run stands for its samples [count].
-            judged: Unit -> whether values decide the sizes of its results, of those observed so far; it is extended.
+            judged: What was found of units that look at values so far; it is extended.
         """
         if self._running is not None:
             raise ApplyError(f"'{self._calls[self._running]['unit']}' was called and did not return")
@@ -365,8 +363,10 @@ class ForwardObserver(TorchFunctionMode):
             for call, used in zip(self._calls, self._used, strict=True)
         )
         called = {call.unit for call in calls}
-        sized = self._lookers.find_sized(self._module, judged)
-        of_sizes = {f"the size of what '{c.unit}' returns": i for i, c in enumerate(calls) if c.unit in sized}
+        told = self._lookers.judge(self._module, judged)
+        self._shared.note_for_some(judged.changes)
+        self._reads += [f"what '{unit}' returns, of a kind that cannot be sent" for unit in self._lookers.unsent(told)]
+        of_told = {f"a size or number that '{c.unit}' returns": i for i, c in enumerate(calls) if c.unit in told}
         idle = {
             name: tuple(self._names[id(p)] for p in self._module.get_submodule(name).parameters())
             for name in self._units
@@ -378,14 +378,14 @@ class ForwardObserver(TorchFunctionMode):
             idle=idle,
             draws=self._draws,
             reads=tuple(dict.fromkeys(self._reads)),
-            firsts=self._firsts | of_sizes,
+            firsts=self._firsts | of_told,
             shown=tuple(dict.fromkeys(self._shown)),
             draws_python=tuple(sorted(self._draws_python | _may_draw(self._module, self._units))),
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
             looks=tuple(sorted(self._lookers.units)),
-            sized=tuple(sorted(sized)),
+            told=tuple(sorted(told)),
             has_loss_beside=self._has_loss_beside,
             counts=self._shared.units,
             leaks=tuple(dict.fromkeys(self._leaks)),

@@ -246,6 +246,11 @@ class Scene:
             found += [(path, "del", key, None) for key in start if key not in place]
         return found
 
+    def plain_changes(self) -> list[tuple[Path, Any]]:
+        """Return (path, key) of the writes into module attributes that hold no tensors."""
+        changes = [change for change in self.changes() if _is_module(change[0])]
+        return [(path, key) for path, kind, key, value in changes if kind == "del" or not holds_tensors(value)]
+
     def effects(self, encode: Callable[[Any], Any]) -> list[Effect]:
         """Return the writes that other stages must repeat; of module attributes only those that hold tensors."""
         found = []

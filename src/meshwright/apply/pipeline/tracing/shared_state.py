@@ -93,6 +93,12 @@ class SharedState:
         text = f"layer '{unit}' changes '{'.'.join(names)}' of {of}"
         self._changes.setdefault(unit, {})[id(place), str(key) if is_attributes else None] = text
 
+    def note_for_some(self, changes: Mapping[str, Iterable[tuple[Path, Any]]]) -> None:
+        """Record entries that units change for some values, in the form of `note`."""
+        for unit in self._units:
+            for path, key in changes.get(unit, ()):
+                self.note(unit, path, key)
+
     def _is_cached(self, name: str, key: Any) -> bool:
         """Tell whether a module keeps the result of a `functools.cached_property` there: every stage computes it for itself."""
         kind = type(self._module.get_submodule(name))
@@ -216,7 +222,8 @@ class _AttributeNames:
         self._todo: list[tuple[Any, type | None]] = []
         self._methods: dict[str, list[tuple[Any, type | None]]] = {}
         kinds = dict.fromkeys(kind for found in held.values() for kind in found)
-        for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+        # By identity: the class that a plan gives to a module is equal to the user's, and has none of its methods.
+        for base in {id(base): base for kind in kinds for base in kind.__mro__}.values():
             if _is_followed(base):
                 for name, value in vars(base).items():
                     self._methods.setdefault(name, []).append((value, base))

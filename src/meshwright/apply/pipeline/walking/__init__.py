@@ -10,7 +10,7 @@ user_hooks       users' hooks on layers
 shapes           output shapes of other stages' calls, cached per call
 without_numbers  code run on fake tensors, or on made-up values where it needs some
 remembered       a call of another stage: its results and its writes
-sized_results    layers whose results have sizes that values decide
+told_results     layers whose results hold what values decide, beside numbers in tensors
 written          tensors that a layer leaves beside its results
 inside_functions  layers that an autograd.Function calls
 own_state        state of the code between layers, on a rank with several stages

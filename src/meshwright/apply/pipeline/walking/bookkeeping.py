@@ -15,7 +15,6 @@ from meshwright._torch_private import current_function_mode, without_view
 from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
-from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
@@ -191,17 +190,22 @@ class Bookkeeping(TorchFunctionMode):
                 self._send_all(read, stage)
         return read
 
-    def _tell(self, known: Known, num_stages: int) -> Known:
-        """Send the sizes of a layer's results from the first stage to all others; return the results with these sizes."""
-        if not known.sizes:
-            return known
-        tensor = torch.tensor(known.sizes, device=known.metas[0].device)
+    def _tell(self, data: bytes | None, num_stages: int, device: torch.device) -> bytes:
+        """Send bytes from the first stage to all others, and return them; None on those that receive them."""
+        length = self._of_first(torch.tensor([len(data or b"")], device=device), num_stages)
+        sent = torch.empty(int(length), dtype=torch.uint8)
+        if data:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._of_first(sent.to(device), num_stages).cpu().numpy().tobytes()
+
+    def _of_first(self, tensor: Tensor, num_stages: int) -> Tensor:
+        """Send a tensor from the first stage to all others, where one of its size stands for it; return the first stage's."""
         if self.stage:
             tensor = mark(made := StandIn(Meta.of(tensor)), StageValue(self, 0, None, made))
         else:
             mark(tensor, StageValue(self, 0, tensor, None))
         (value,) = self._send_read([tensor], num_stages)
-        return known.with_sizes(self.real(value).tolist()) if self.stage else known
+        return self.real(value)
 
     def _with_read(self, tree: Any, read: list[StageValue]) -> Any:
         """Return arguments with these values' tensors, received from the first stage, and zeros for all others."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -92,9 +90,17 @@ class Encoder:
             encoded = {key: inner(item) for key, item in attributes.items()}
             if any(encoded[key] is not item for key, item in attributes.items()):
                 with contextlib.suppress(Exception):
-                    return _Made(copy.copy(tree), encoded)
+                    return _Made(_shell_of(tree), encoded)
             return tree
         return map_tensors(tree, inner)
+
+
+def _shell_of(item: Any) -> Any:
+    """Return an object of the same kind without attributes."""
+    shell = copy.copy(item)
+    if vars(shell) is not vars(item):
+        vars(shell).clear()
+    return shell
 
 
 def _of_mapping(example: dict[Any, Any], values: dict[Any, Any]) -> Any:
@@ -123,33 +129,6 @@ class Known:
     def is_plain(self) -> bool:
         """Whether the call returned one tensor and wrote nothing."""
         return type(self.results) is Meta and not self.effects and not self.writes
-
-    @property
-    def metas(self) -> list[Meta]:
-        """Descriptions of the tensors in the results, in their order."""
-        found: list[Meta] = []
-        _map_metas(self.results, lambda meta: found.append(meta) or meta)
-        return found
-
-    @property
-    def sizes(self) -> list[int]:
-        """The sizes of all dims of `metas`."""
-        return [size for meta in self.metas for size in meta.shape]
-
-    def with_sizes(self, numbers: Sequence[int]) -> Known:
-        """Return the same call with results of other sizes.
-
-        Args:
-            numbers: The sizes of all dims, result after result in the order of `metas`.
-        """
-        rest = iter(numbers)
-
-        def resized(meta: Meta) -> Meta:
-            shape = tuple(itertools.islice(rest, len(meta.shape)))
-            stride = torch.empty(shape, device="meta").stride()
-            return meta if shape == meta.shape else dataclasses.replace(meta, shape=shape, stride=stride)
-
-        return Known(_map_metas(self.results, resized), self.effects, self.writes)
 
     def repeat(
         self,
@@ -181,26 +160,6 @@ class Known:
 def encode_results(results: Any) -> Known:
     """Return the record of a call that wrote nothing, with these results."""
     return Known(Encoder({}, {}).results(results))
-
-
-def _map_metas(tree: Any, function: Callable[[Meta], Meta]) -> Any:
-    """Apply a function to the descriptions in encoded results; one that stands there twice stays one."""
-    done: dict[int, Meta] = {}
-
-    def inner(item: Any) -> Any:
-        if isinstance(item, Meta):
-            return done[id(item)] if id(item) in done else done.setdefault(id(item), function(item))
-        if isinstance(item, dict):
-            values = {key: inner(part) for key, part in item.items()}
-            return values if type(item) is dict else _of_mapping(item, values)
-        if isinstance(item, (list, tuple)):
-            items = [inner(part) for part in item]
-            return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
-        if isinstance(item, _Made):
-            return _Made(item.shell, {key: inner(part) for key, part in item.attributes.items()})
-        return item
-
-    return inner(tree)
 
 
 class _Decoder:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
-from meshwright.apply.pipeline.tracing.scene import DEEP, Scene, substitute_call
+from meshwright.apply.pipeline.tracing.scene import DEEP, Path, Scene, substitute_call
 from meshwright.apply.pipeline.walking.remembered import Encoder, Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
@@ -106,15 +106,21 @@ class Shapes:
             if name not in self._drawing:
                 generators.restore()
 
-    def guesses(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Known]:
-        """Return what a unit's call gives on several values in place of its parameters and of other units' tensors."""
+    def guesses(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Known], set[tuple[Path, Any]]]:
+        """Run a unit's call on several values in place of its parameters and of other units' tensors.
+
+        Returns:
+            What it gives for each, and the attributes without tensors that it changes for any, as (place, key).
+        """
         scene, module, run = self._prepare(name, module, type(module).forward, args, kwargs)
-        generators, found = PythonState(), list[Known]()
+        generators, found, changed = PythonState(), list[Known](), set[tuple[Path, Any]]()
         for make in TRIED:
             with contextlib.suppress(Exception):
-                found.append(_run_watched(scene, run, (args, kwargs), module, make))
+                found.append(_run_watched(scene, run, (args, kwargs), module, make, changed=changed))
             generators.restore()
-        return found
+        return found, changed
 
     def _prepare(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -249,8 +255,19 @@ def _run_watched(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     module: nn.Module,
     make: Callable[[Meta], Tensor],
+    *,
+    changed: set[tuple[Path, Any]] | None = None,
 ) -> Known:
-    """Run a call with `make` applied to other stages' tensors, and restore everything it changed."""
+    """Run a call with `make` applied to other stages' tensors, and restore everything it changed.
+
+    Args:
+        scene: What it may change.
+        run: The call.
+        call: Its arguments.
+        module: Whose call it is.
+        make: Makes a tensor from a description.
+        changed: Is extended by attributes without tensors that it changed, as (place, key).
+    """
     made: dict[int, Tensor] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -279,6 +296,8 @@ def _run_watched(
             for place, (tensor, version) in enumerate(zip(given, versions, strict=True))
             if tensor._version != version
         ]
+        if changed is not None:
+            changed.update(scene.plain_changes())
         return Known(encoder.results(results), tuple(scene.effects(encoder.written)), tuple(writes))
     finally:
         scene.restore()

@@ -46,7 +46,6 @@ from meshwright.apply.pipeline.walking.inside_functions import refuse_inside_fun
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.remembered import Known, encode_results
 from meshwright.apply.pipeline.walking.shapes import Shapes
-from meshwright.apply.pipeline.walking.sized_results import sizes_in
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
@@ -56,6 +55,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
     values_in,
 )
+from meshwright.apply.pipeline.walking.told_results import from_bytes, numbers_in, to_bytes
 from meshwright.apply.pipeline.walking.without_numbers import run_plain, zeros_like_meta
 from meshwright.apply.pipeline.walking.written import (
     map_results,
@@ -163,7 +163,7 @@ class StageForward(Bookkeeping):
             outputs = self._run_unit(module, forward, args, kwargs)
             with without_function_modes():
                 outputs = self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
-            return self._with_sizes_noted(name, outputs)
+            return self._with_numbers_noted(name, outputs)
         if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
@@ -210,7 +210,7 @@ class StageForward(Bookkeeping):
                 if version != old_version:
                     self._note_written(tensor, self.stage, by_layer=True)
         if self._is_told(name, self.stage):
-            self._tell(encode_results(outputs), self._stage_map.num_stages)
+            self._tell(to_bytes(encode_results(outputs)), self._stage_map.num_stages, self._draws.device)
         old = {id(tensor) for tensor in given}
         leaves = self._stage_map.flow.leaves.get(name, ())
         places = [] if call is None else places_of_call(*call)
@@ -228,9 +228,9 @@ class StageForward(Bookkeeping):
         """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
         if self._is_told(name, stage):
             with without_function_modes():
-                known = self._tell(known, self._stage_map.num_stages)
+                known = from_bytes(self._tell(None, self._stage_map.num_stages, self._draws.device), known)
         if known.is_plain:
-            return self._with_sizes_noted(name, self._stand_in(known, stage))
+            return self._with_numbers_noted(name, self._stand_in(known, stage))
         with without_function_modes():
             given: list[Tensor] = []
             if known.writes or known.effects:
@@ -239,14 +239,14 @@ class StageForward(Bookkeeping):
                 self._write_remote(given[place], meta, stage, by_layer=True)
         if known.effects:
             refuse_unseen(name, known.effects, self._stage_map.flow.leaves.get(name, ()))
-        return self._with_sizes_noted(name, self._stand_in(known, stage, given, call))
+        return self._with_numbers_noted(name, self._stand_in(known, stage, given, call))
 
     def _is_told(self, name: str, stage: int) -> bool:
-        """Tell whether a layer's stage tells the others the sizes of its results."""
-        return stage == 0 and name in self._stage_map.flow.sized
+        """Tell whether a layer's stage tells the others what it returns, beside the numbers in tensors."""
+        return stage == 0 and name in self._stage_map.flow.told
 
-    def _with_sizes_noted(self, name: str, outputs: Any) -> Any:
-        self._way.result(sizes_in(outputs), looks=name in self._stage_map.flow.looks)
+    def _with_numbers_noted(self, name: str, outputs: Any) -> Any:
+        self._way.result(numbers_in(outputs), looks=name in self._stage_map.flow.looks)
         return outputs
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
