@@ -23,14 +23,15 @@ def _ended(line: str, where: str, step: int, *, num_ranks: int = 2, calls: str =
 
 def _check(ended: list[jobs.Ended], where: str) -> None:
     *others, guilty = ended
-    assert guilty.kind == ("IndexError" if where == "index" else "UnfitError")
+    assert guilty.kind == {"index": "IndexError", "interrupt": "KeyboardInterrupt"}.get(where, "UnfitError")
     for other in others:
         assert f"rank {len(others)} cannot go on: {guilty.kind}: {guilty.text}" in other.text
         assert "fix: " in other.text
+        assert other.exit_code == UserCodeError.exit_code
         assert other.ended_at - guilty.ended_at < _SOON_S
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,micro_batches=2", *LINES])
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_layer_that_raises_on_one_rank(line: str, step: int) -> None:
     _ended(line, "layer", step)
@@ -42,9 +43,20 @@ def test_a_backward_that_raises_on_one_rank(line: str, where: str) -> None:
     _ended(line, where, 1)
 
 
-@pytest.mark.parametrize("line", LINES[:3])
+@pytest.mark.parametrize("line", ["dp=2", *LINES])
 def test_a_loss_that_raises_on_one_rank(line: str) -> None:
     _ended(line, "loss", 0)
+
+
+@pytest.mark.parametrize("line", ["dp=2", *LINES, "pp=2,micro_batches=2"])
+def test_a_rank_that_is_interrupted_in_its_forward(line: str) -> None:
+    _ended(line, "interrupt", 1)
+
+
+def test_a_refusal_of_one_rank_keeps_its_exit_code_and_fix() -> None:
+    other, guilty = (outcome.result for outcome in testing.run_outcomes(jobs.unfit_batch, 2, "dp=2"))
+    assert guilty.kind == other.kind == "ApplyError"
+    assert other.text == f"rank 1 cannot go on: {guilty.text}"
 
 
 def test_an_index_out_of_range_on_one_rank() -> None:

@@ -174,6 +174,7 @@ def test_other_options_are_refused_at_the_next_sentinel(plan: str, fault: str, w
         ("activation", "the class of module 'blocks.1.act'"),
         ("temperature", "attribute 'temperature' of the model itself"),
         ("sentinel_every", "sentinel_every="),
+        ("trainable", "whether 'embedding.weight' requires a gradient"),
     ],
 )
 def test_other_settings_are_refused_before_the_first_step(which: str, word: str) -> None:

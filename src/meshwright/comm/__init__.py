@@ -10,6 +10,7 @@ ledger        calls, bytes and waiting time, by collective and axis
 spans         what a rank does from when to when, in steps that are traced
 clocks        offsets between the ranks' clocks
 peer_calls    the protocol of `ranks/calls.py`, as a communicator uses it
+told_errors   errors by which ranks tell of another rank's
 shm/          the backend `shm`: shared memory between CPU ranks of one host
 compression/  compressed gradients with error feedback
 

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from meshwright.apply.pipeline.p2p import OtherStageError
+from meshwright.apply.pipeline.p2p import OtherStageError, OtherWayError
 from meshwright.comm.communicator import Communicator
+from meshwright.comm.told_errors import error_of_rank, kind_of
 from meshwright.errors import ApplyError, MeshwrightError
 from meshwright.run.losses.loss import LossTerm
 
@@ -69,7 +70,7 @@ class SumExchange:
         in_background: Whether to start now; else the exchange is made in `wait`. All ranks say the same.
         is_trained: Whether a parameter of this rank is to get a gradient.
         failure: Why this rank cannot go on; the others learn of it here.
-        is_alone: Whether it has stopped in its forward or its loss, where its own message cannot be exchanged.
+        is_alone: Whether it has stopped in its forward or its loss, while others go on to exchange gradients.
         drain: Called on every rank where one has stopped: completes exchanges that some ranks may have begun.
     """
 
@@ -90,11 +91,10 @@ class SumExchange:
         num_means = sum(term.is_mean for term in terms)
         num_graphs = sum(term.value.requires_grad for term in terms)
         changed = math.inf if failure is not None else float(buffers_changed)
-        stopped = group.ranks[group.group_rank] + 1.0 if is_alone else 0.0
         self._dtypes = [term.dtypes for term in terms]
         codes = [_code_of(dtypes) for dtypes in self._dtypes]
         kinds = [sum(codes), sum(code * code for code in codes)]
-        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, *kinds, stopped, is_alone]
+        counts = [len(terms) - num_means, num_means, changed, num_graphs, is_trained, *kinds, is_alone]
         weight = sum(term.weight for term in terms if not isinstance(term.weight, torch.Tensor))
         self._vector = _vector_of([0.0, weight, *counts], device)
         for term in terms:
@@ -109,8 +109,8 @@ class SumExchange:
         """Return the sums, once they are there.
 
         Raises:
-            ApplyError: Some losses were means and some sums, all weights are 0, a weight is invalid, no loss has a graph, or
-                another rank has failed.
+            ApplyError: Some losses were means and some sums, all weights are 0, a weight is invalid, or no loss has a graph.
+            MeshwrightError: Another rank has failed: of its error's class where that is ours, else UserCodeError.
             Exception: The failure of this rank.
         """
         if self._pending is None:
@@ -118,9 +118,11 @@ class SumExchange:
         else:
             self._pending.wait()
         loss_sum, weight, num_sums, num_means, changed, num_graphs, num_trained, *rest = self._vector.tolist()
-        kinds, stopped = [round(number) for number in rest[:2]], rest[2:]
-        if stopped[1]:
-            self._raise_stopped(round(stopped[0]) - 1, round(stopped[1]))
+        kinds, stopped = [round(number) for number in rest[:2]], rest[2]
+        if stopped:
+            if self._drain is not None:
+                self._drain()  # a rank that is alone has left exchanges to the others
+            self._raise_failure()
         if math.isinf(changed):
             self._raise_failure()
         if round(num_sums + num_means) * kinds[1] != kinds[0] ** 2:  # equal only where all numbers are the same
@@ -154,18 +156,6 @@ class SumExchange:
             )
         return Sums(loss_sum, weight, bool(num_sums), bool(changed))
 
-    def _raise_stopped(self, rank: int, count: int) -> NoReturn:
-        if self._drain is not None:
-            self._drain()
-        if self._failure is not None:
-            raise self._failure
-        who = f"rank {rank}" if count == 1 else f"{count} ranks"
-        raise ApplyError(
-            f"{who} cannot go on: the model or its loss raised an exception there, and this step cannot be taken without it",
-            fix=f"see the exception of {who}",
-            is_told=True,
-        )
-
     def _raise_dtypes(self) -> NoReturn:
         """Raise an error, on every rank, that names two micro-batches with outputs of different dtypes."""
         mine = [[str(dtype) for dtype in dtypes] for dtypes in self._dtypes]
@@ -181,27 +171,25 @@ class SumExchange:
 
     def _raise_failure(self) -> NoReturn:
         error = self._failure
-        fix = error.fix if isinstance(error, ApplyError) else None
+        fix = error.fix if isinstance(error, MeshwrightError) else None
         mine = error and [
             isinstance(error, OtherStageError),
             f"{getattr(error, 'message', error)}",
-            type(error).__name__,
+            kind_of(error),
             fix,
+            isinstance(error, OtherWayError),
         ]
         told = self._group.all_gather_json(mine, device=self._vector.device)
         if error is not None and not isinstance(error, OtherStageError):
             self._raise_own(error, told)
         failed = [(entry[0], rank, entry) for rank, entry in enumerate(told) if entry is not None]
-        _, rank, (_, message, kind, fix) = min(failed, key=lambda found: found[:2])
-        name = "" if kind in ("ApplyError", "OtherStageError", "OtherWayError") else f"{kind}: "
-        who = f"rank {self._group.ranks[rank]}"
-        fix = fix or f"see the exception of {who}"
-        raise ApplyError(f"{who} cannot go on: {name}{message}", fix=fix, is_told=True) from error
+        _, rank, (_, message, kind, fix, _) = min(failed, key=lambda found: found[:2])
+        raise error_of_rank(self._group.ranks[rank], kind, message, fix) from error
 
     def _raise_own(self, error: Exception, told: Sequence[list[Any] | None]) -> NoReturn:
         """Raise this rank's error, unless another stage's tensors caused it; that stage then raises the cause."""
-        ways = [(rank, entry) for rank, entry in enumerate(told) if entry is not None and entry[2] == "OtherWayError"]
+        ways = [(rank, entry) for rank, entry in enumerate(told) if entry is not None and entry[4]]
         if isinstance(error, MeshwrightError) or not ways:
             raise error
-        rank, (_, message, _, fix) = ways[0]
+        rank, (_, message, _, fix, _) = ways[0]
         raise ApplyError(f"rank {self._group.ranks[rank]} cannot go on: {message}", fix=fix) from error

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.errors import exit_code_of
 from meshwright.ranks.join import join_world
 
 VOCABULARY, WIDTH = 32, 16
@@ -69,6 +70,11 @@ class Failure:
         if self.is_due():
             raise UnfitError("this hook is no good")
 
+    def interrupt(self) -> bool:
+        if self.is_due():
+            raise KeyboardInterrupt
+        return False
+
     def put(self, model: Model, where: str) -> Callable[[Any, Any], Tensor]:
         """Put it into a model, or the loss that is returned."""
 
@@ -81,6 +87,8 @@ class Failure:
 
         if where == "layer":
             model.blocks[2].fails = self.is_due  # pyright: ignore[reportArgumentType]
+        elif where == "interrupt":
+            model.blocks[2].fails = self.interrupt  # pyright: ignore[reportArgumentType]
         elif where == "hook":
             model.blocks[2].register_full_backward_hook(lambda *_: self.raise_())
         elif where == "post-accumulate":
@@ -95,6 +103,11 @@ class Ended:
     kind: str
     text: str
     ended_at: float
+    exit_code: int = 0
+
+
+def _ended(error: BaseException) -> Ended:
+    return Ended(type(error).__name__, str(error), time.monotonic(), exit_code_of(error))
 
 
 def raised(line: str, where: str, step: int, *, rank: int = 1, calls: str = "step") -> Ended:
@@ -112,9 +125,26 @@ def raised(line: str, where: str, step: int, *, rank: int = 1, calls: str = "ste
                 if where == "index" and failure.is_due():
                     tokens[0, 0] = VOCABULARY
                 getattr(planned, calls)((tokens, labels))
-    except Exception as error:
-        return Ended(type(error).__name__, str(error), time.monotonic())
+    except BaseException as error:
+        return _ended(error)
     return Ended("", "", time.monotonic())
+
+
+def unfit_batch(line: str) -> Ended:
+    """Take a step, and one whose batch one rank gives as a mapping that the model does not take."""
+    torch.manual_seed(0)
+    with mw.apply_plan(Model, line, loss_fn=_cross_entropy) as planned:
+        planned.step(mw.split_batch(batch_of(0), planned))
+        tokens, labels = mw.split_batch(batch_of(1), planned)
+        try:
+            planned.step({"tokens": tokens, "labels": labels} if join_world().rank == 1 else (tokens, labels))
+        except mw.ApplyError as error:
+            return _ended(error)
+    return Ended("", "", time.monotonic())
+
+
+def _cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(outputs, batch[1])
 
 
 def refused_and_trained(line: str) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -400,7 +400,13 @@ def _loss_of(factor: float) -> Callable[[Tensor, Any], Tensor]:
     return lambda outputs, batch: losses.cross_entropy(outputs, batch) * factor
 
 
+def _freeze_and_optimize(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    first, *rest = parameters
+    return ADAM([first.requires_grad_(False), *rest])
+
+
 OTHERS: dict[str, dict[str, Any]] = {
+    "trainable": {"optimizer": _freeze_and_optimize},
     "lr": {"optimizer": functools.partial(torch.optim.Adam, lr=0.02)},
     "betas": {"optimizer": functools.partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9))},
     "optimizer": {"optimizer": SGD},

@@ -109,7 +109,8 @@ def test_a_row_of_a_batch_changes_its_digest(shape: tuple[int, ...], whole: bool
     seen.add(digest.digest_batch({**batch, "y": batch["y"].flip(0)}, whole=whole))
     seen.add(digest.digest_batch({**batch, "x": batch["x"].view(shape[0], -1, 2)}, whole=whole))
     seen.add(digest.digest_batch({**batch, "y": batch["y"].int()}, whole=whole))
-    assert len(seen) == 1 + shape[0] + 3
+    seen.add(digest.digest_batch({**batch, "x": batch["x"].clone().requires_grad_()}, whole=whole))
+    assert len(seen) == 1 + shape[0] + 4
     assert digest.digest_batch(None, whole=whole) not in seen
 
 

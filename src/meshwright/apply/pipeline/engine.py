@@ -35,8 +35,9 @@ from meshwright.apply.shards.facts import RunMoment, ShardFacts
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.apply.tensor.tensor_layout import TensorLayout
 from meshwright.comm.communicator import Communicator
+from meshwright.comm.told_errors import ends_exchanges
 from meshwright.describe.batches import model_inputs
-from meshwright.errors import ApplyError, LostPeerError
+from meshwright.errors import ApplyError
 from meshwright.spec import Plan
 
 __all__: list[str] = []
@@ -234,9 +235,9 @@ class PipelineEngine(OuterEngine):
                 return []
             place = (self._placed.stages, self._schedule_of(num), self.pp_group.group_rank)
             return ScheduleExecutor(*place, work, arm=self.arm, tensor=self._tensor).run()
-        except LostPeerError:
-            raise
         except Exception as raised:
+            if ends_exchanges(raised, self.pp_group.calls):
+                raise
             error = refuse_functional_call(raised)
             self._tell_stages(num)
             work.tell_failure(error, is_alone=False)

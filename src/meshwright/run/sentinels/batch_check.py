@@ -39,7 +39,7 @@ def warn_of_equal_shares(group: Communicator, mesh: MeshSpec, batch: Any, device
 
 def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, device: torch.device) -> None:
     """Raise ApplyError on every rank where ranks that share layers hold different batches; every rank calls it."""
-    rows = [[name, str(tuple(t.shape)), str(t.dtype), f"{digest_tensor(t):x}"] for name, t in named_tensors(batch)]
+    rows = [[name, str(tuple(t.shape)), _kind_text(t), f"{digest_tensor(t):x}"] for name, t in named_tensors(batch)]
     everyone = group.all_gather_json(None if batch is None else rows, device=device)
     for circle in circles_of(mesh, "pp", "cp", "tp"):
         first = circle.ranks[0]
@@ -54,6 +54,10 @@ def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, dev
                 f"{first} and {other} {what}{row}",
                 fix="share data out by model.dp_rank and model.dp_size, as make_loader and split_batch do, not by rank",
             )
+
+
+def _kind_text(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}, which requires a gradient" if tensor.requires_grad else str(tensor.dtype)
 
 
 def _first_difference(mine: Any, theirs: Any) -> tuple[str | None, str] | None:

@@ -77,7 +77,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_batch(batch: Any, *, whole: bool) -> int:
-    """Return the digest of a batch's tensors: shapes, dtypes and values.
+    """Return the digest of a batch's tensors: shapes, dtypes, values, and whether they require a gradient.
 
     It is fast rather than strong, and depends on the device; where it differs, `digest_tensor` decides.
 
@@ -92,6 +92,7 @@ def digest_batch(batch: Any, *, whole: bool) -> int:
         kind = _DTYPE_NUMBERS.get(tensor.dtype)
         is_known = kind is not None and not tensor.is_nested
         total = _follow(total, hash((*tensor.shape, kind)) if is_known else digest_of_shape(tensor))
+        total = _follow(total, tensor.requires_grad)
         total = _follow(total, _quick(tensor, whole=whole))
     return total
 

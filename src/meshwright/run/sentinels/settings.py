@@ -164,6 +164,14 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> str:
     return repr([float(r) if isinstance(r, torch.Tensor) and r.numel() == 1 else r for r in on_host])
 
 
+def of_trainable(module: nn.Module) -> Rows:
+    """Return whether each parameter requires a gradient, which building the optimizer may have changed."""
+    return [
+        (f"whether '{name}' requires a gradient", repr(parameter.requires_grad))
+        for name, parameter in module.named_parameters()
+    ]
+
+
 def of_torch(device: torch.device) -> Rows:
     """Return torch's switches that change numbers."""
     rows = [
@@ -207,7 +215,7 @@ def at_start(
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     rows = [(f"{name}=", repr(value)) for name, value in options.items()]
     rows += [*of_loss(loss_fn), *of_modules(module)]
-    return [*rows, *of_optimizer(optimizer, names), *of_torch(device)]
+    return [*rows, *of_optimizer(optimizer, names), *of_trainable(module), *of_torch(device)]
 
 
 def require_equal_settings(group: Communicator, rows: Rows, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.pipeline.p2p import OtherStageError
 from meshwright.comm.communicator import Communicator
-from meshwright.errors import ApplyError, LostPeerError
+from meshwright.comm.told_errors import ends_exchanges, error_of_rank, kind_of
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
@@ -55,21 +55,21 @@ class Collector:
             tell: Wakes the ranks that wait for this one.
 
         Raises:
-            ApplyError: Another rank has failed.
+            MeshwrightError: Another rank has failed: of its error's class where that is ours, else UserCodeError.
             Exception: This rank's own failure.
         """
         error: Exception | None = None
         try:
             yield
-        except LostPeerError:
-            raise
-        except Exception as raised:  # noqa: BLE001 - the user's code: it is raised below
-            error = raised
+        except Exception as raised:
+            if ends_exchanges(raised, self._group.calls):
+                raise
+            error = raised  # the user's code: it is raised below
             tell()
         is_told = isinstance(error, OtherStageError)
         mine = error and [
             is_told,
-            type(error).__name__,
+            kind_of(error),
             str(getattr(error, "message", error)),
             getattr(error, "fix", None),
         ]
@@ -79,8 +79,7 @@ class Collector:
         if error is not None and not is_told:
             raise error
         place, (_, name, text, fix) = min(told, key=lambda found: (found[1][0], found[0]))
-        message = f"rank {self._group.ranks[place]} cannot go on: {name}: {text}"
-        raise ApplyError(message, fix=fix, is_told=True) from error
+        raise error_of_rank(self._group.ranks[place], name, text, fix) from error
 
     def outputs(
         self, found: Mapping[int, Any], home_of: Callable[[Tensor], int], rank_of_stage: Callable[[int], int]
