@@ -11,7 +11,6 @@ import ctypes
 import errno
 import functools
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -42,9 +41,16 @@ def told_of(path: Path, doing: str, num_bytes: int | None = None) -> Iterator[No
         free = ""
         if error.errno in _NO_SPACE:
             with contextlib.suppress(OSError):
-                free = f"; {shutil.disk_usage(path.parent).free} bytes are free"
+                free = _free_text(path.parent)
         text = f"cannot {doing} {path}{needed}: {error.strerror or error}{free}"
         raise StorageError(text, fix=_fix(error, path, doing)) from error
+
+
+def _free_text(place: Path) -> str:
+    """Return what is left of a file system: bytes, and files where it has a limit on them and none is left."""
+    found = os.statvfs(place)
+    files = "; no file more (inode) is free" if found.f_files and not found.f_favail else ""
+    return f"; {found.f_bavail * found.f_frsize} bytes are free{files}"
 
 
 def _fix(error: OSError, path: Path, doing: str) -> str | None:

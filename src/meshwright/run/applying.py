@@ -29,7 +29,6 @@ from meshwright.run.assembly import (
     build_engine,
     build_module,
     build_optimizer,
-    check_options,
     choose_devices,
     require_world,
 )
@@ -39,6 +38,7 @@ from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.loss import LossRule
 from meshwright.run.model_collectives import refuse_in_models
+from meshwright.run.options import check_arguments, check_options
 from meshwright.run.own_loop import refuse_shared
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
@@ -109,13 +109,15 @@ def apply_plan(
 
     Raises:
         ApplyError: The plan does not fit the model, the devices or the ranks; ranks hold different models or plans.
-        ConfigError: The plan's line cannot be read, or `pretrained` has no weights in the safetensors format.
+        ConfigError: An argument is of another kind or out of range, the plan's line cannot be read, or `pretrained` has no
+            weights in the safetensors format.
         CheckpointError: `pretrained` has the weights of another model, or a file is damaged.
     """
     world = join_world()
+    check_arguments(build_model, plan, loss_fn, split)
     if isinstance(plan, str):
         plan = Plan.parse(plan)
-    check_options(max_grad_norm, non_finite, rng)
+    check_options(max_grad_norm, non_finite, rng, seed)
     check_sentinels(sentinel_every, on_finding)
     refuse_unbuilt(plan)
     require_world(plan, world)

@@ -22,7 +22,7 @@ from meshwright.apply.pipeline.engine import PipelineEngine
 from meshwright.apply.tensor.engine import TensorEngine
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import BatchSplitter
-from meshwright.errors import ApplyError, ConfigError
+from meshwright.errors import ApplyError
 from meshwright.python_state import kept_python_state
 from meshwright.ranks.groups import subgroup
 from meshwright.ranks.world import World
@@ -58,18 +58,6 @@ def require_world(plan: Plan, world: World) -> None:
         f"the plan '{plan}' is for {plan.num_ranks} rank(s), and {world.world_size} are running",
         fix=f"start {plan.num_ranks} rank(s), or use a plan for {world.world_size}, 'dp={world.world_size}' for example",
     )
-
-
-def check_options(max_grad_norm: float | None, non_finite: str, rng: str = "torch") -> None:
-    """Raise ConfigError for options of `apply_plan` that are out of range."""
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(
-            f"max_grad_norm must be above 0, it is {max_grad_norm}", fix="pass None to leave gradients as they are"
-        )
-    if non_finite not in ("stop", "skip"):
-        raise ConfigError(f"non_finite must be 'stop' or 'skip', it is {non_finite!r}", fix="pass non_finite='stop'")
-    if rng not in ("torch", "global"):
-        raise ConfigError(f"rng must be 'torch' or 'global', it is {rng!r}", fix="pass rng='torch'")
 
 
 def separates(plan: Plan) -> bool:

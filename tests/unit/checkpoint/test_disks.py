@@ -172,3 +172,17 @@ def test_a_sync_that_fails_fails_the_save(tmp_path: Path, monkeypatch: pytest.Mo
         save(Store(tmp_path), 1)
     assert len(calls) == 2  # not tried again
     assert not Store(tmp_path).saved()
+
+
+def test_a_file_system_without_inodes_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.statvfs(tmp_path)
+    left = os.statvfs_result([*found[:6], 0, 0, *found[8:]])
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "statvfs", lambda _: left)
+        with pytest.raises(StorageError, match=r"[1-9][0-9]* bytes are free; no file more \(inode\) is free"):
+            raise_no_space(tmp_path / "file")
+
+
+def raise_no_space(path: Path) -> None:
+    with durable.told_of(path, "write"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint.manifest import FileEntry, Manifest, StoredPart, TensorEntry
 from meshwright.checkpoint.store import SaveUnderWay, Store
 from meshwright.checkpoint.tensor_files import TensorFile
-from meshwright.errors import CheckpointError, ConfigError, StorageError
+from meshwright.errors import CheckpointError, StorageError
 from meshwright.layout import ShardLayout
 from meshwright.run.checkpoints.background import BackgroundSave, finish, look
 from meshwright.run.checkpoints.extra_states import digest_of_states, states_of
@@ -25,6 +25,7 @@ from meshwright.run.checkpoints.live_share import LiveShare, memory_for, no_room
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
 from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, trained_names, writers_of
 from meshwright.run.checkpoints.together import require_between_steps, together
+from meshwright.run.options import check_save
 from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
@@ -67,15 +68,12 @@ def save_checkpoint(
         The checkpoint's own directory; in the background it is not there yet.
 
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: A number is out of range, or no whole number.
         CheckpointError: The state has something that cannot be saved, or another model of this program, which is not closed, has
             saved this step there.
         StorageError: The disk is full or fails; the checkpoints of before are intact.
     """
-    if step < 0 or (keep is not None and keep < 1):
-        raise ConfigError(
-            f"save_checkpoint: step={step}, keep={keep} (rule: step is at least 0, keep at least 1 or None)"
-        )
+    check_save(step, keep)
     return save(
         model, directory, step, extra or {}, Retention(keep), with_optimizer=with_optimizer, in_background=in_background
     )
