@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,13 @@ class Slices(Tensor):
     @property
     def is_in_slices(self) -> bool:
         """Whether `local` is still valid; see [Note: gathered for good]."""
-        return self._whole is None and (self._parent is None or self._parent.is_in_slices)
+        is_ours = self._whole is None and (self._parent is None or self._parent.is_in_slices)
+        return is_ours and not self._is_of_a_function
+
+    @property
+    def _is_of_a_function(self) -> bool:
+        """Whether a user's autograd.Function returned it: it has that function's graph, and what it holds has none."""
+        return self.requires_grad and not self.local.requires_grad
 
     def local_to_use(self) -> Tensor:
         """Return this rank's slice, to compute with it."""
@@ -117,6 +123,10 @@ class Slices(Tensor):
         return whole
 
     def _put_together(self) -> Tensor:
+        if self._whole is None and self._is_of_a_function:
+            with torch.enable_grad():
+                self._whole = whole = cast("Tensor", _Rejoined.apply(self))
+            self._version_when_gathered = whole._version
         if self._whole is None:
             # With its graph in any case: the first use may be without gradients, to log a norm.
             with torch.set_grad_enabled(self.local.requires_grad or torch.is_grad_enabled()):
@@ -161,6 +171,8 @@ class Slices(Tensor):
 
     def _has_gradient_of_all_uses(self, func: Callable[..., Any]) -> bool:
         """Tell whether the slices' gradient covers all uses; if the whole was written over since, the whole's gradient counts."""
+        if self._is_of_a_function:
+            return False
         if self.is_in_slices:
             return True
         if self._parent is None:
@@ -335,6 +347,18 @@ class _Wrap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         start, dim, size = ctx.arguments
         return gradients[0].narrow(dim, start, size), None, None, None
+
+
+class _Rejoined(torch.autograd.Function):
+    """Whole values with the graph of the tensor in slices that they belong to."""
+
+    @staticmethod
+    def forward(ctx: Any, sliced: Slices) -> Tensor:  # noqa: ARG004
+        return gather_from_group(sliced.local, sliced.group, dim=sliced.cut_dim, sizes=sliced.sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+        return gradients[0]
 
 
 def _wrapper(local: Tensor, dim: int, sizes: Sequence[int]) -> Slices:
