@@ -168,7 +168,7 @@ def test_ranks_that_share_layers_draw_the_same_of_python_and_numpy() -> None:
 def test_the_others_hear_of_a_rank_whose_loss_raises(line: str, evaluates: bool) -> None:
     other, guilty = testing.run_outcomes(functools.partial(jobs.raised_on_one_rank, line, evaluates=evaluates), 2)
     assert "this batch is no good" in str(guilty.error)
-    assert isinstance(other.error, mw.ApplyError)
+    assert isinstance(other.error, mw.UserCodeError)
     assert "rank 1 cannot go on" in str(other.error)
 
 

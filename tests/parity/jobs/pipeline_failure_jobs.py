@@ -42,7 +42,7 @@ def run_with_a_failure(plan: str, place: int, where: str, action: str) -> list[A
         model.module[place].where = where
         try:
             found.append(getattr(model, action)(plain_batch(1)) if action != "forward" else model(plain_batch(1)[0]))
-        except (ValueError, mw.ApplyError) as error:
+        except (ValueError, mw.UserCodeError) as error:
             found.append(str(error))
         model.module[place].where = ""
         return [*found, model.step(plain_batch(2)).loss]

@@ -57,7 +57,7 @@ def step_after_an_error() -> list[Any]:
                 found.append(model.step(plain_batch(step)).loss)
             except ValueError as error:
                 found.append(f"ValueError: {error}")
-            except mw.ApplyError as error:
+            except mw.UserCodeError as error:
                 found.append(error.message)
     return found
 
