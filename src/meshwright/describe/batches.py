@@ -149,6 +149,18 @@ class _Rows:
         return first.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+class WatchesBatches(Protocol):
+    """Compares the global batches that ranks share out."""
+
+    def mark(self, batch: Any) -> Any:
+        """Return what is compared of a global batch, or None."""
+        ...
+
+    def take(self, mark: Any) -> None:
+        """Take note that the batch of a mark is trained on next."""
+        ...
+
+
 class BatchSplitter:
     """Counts and cuts batches.
 
@@ -161,6 +173,8 @@ class BatchSplitter:
 
     def __init__(self, split: Callable[[Any, int], list[Any]] | None = None) -> None:
         self._split = split
+        self.watch: WatchesBatches | None = None
+        """What compares the global batches that `split_batch` and `make_loader` share out."""
 
     @property
     def splits_by_row(self) -> bool:
@@ -267,8 +281,11 @@ def split_batch(global_batch: Any, model: HasShares) -> Any:
     Shares are contiguous and differ by at most one sample, the larger ones first.
 
     Args:
-        global_batch: The batch that all ranks share, the same on each.
+        global_batch: The batch that all ranks share, the same on each: where it is not, the next step or evaluation is refused.
         model: What `apply_plan` returned.
     """
     shares = model.splitter.cut(global_batch, model.dp_size)
+    watch = model.splitter.watch
+    if watch is not None:
+        watch.take(watch.mark(global_batch))
     return shares[model.dp_rank] if model.dp_rank < len(shares) else None

@@ -15,7 +15,7 @@ from meshwright.describe.batches import split_batch
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs, to_dtype
 from meshwright.run.applying import apply_plan
 from meshwright.run.parallel_model import ParallelModel
-from meshwright.run.sentinels.sentinels import DEFAULT_EVERY
+from meshwright.run.sentinels.settings import DEFAULT_EVERY
 from meshwright.spec import Plan
 
 __all__: list[str] = []

@@ -41,7 +41,8 @@ from meshwright.run.model_collectives import refuse_in_models
 from meshwright.run.options import check_arguments, check_options
 from meshwright.run.own_loop import refuse_shared
 from meshwright.run.parallel_model import ParallelModel
-from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels, make_sentinels
+from meshwright.run.sentinels.sentinels import make_sentinels
+from meshwright.run.sentinels.settings import DEFAULT_EVERY, check_sentinels
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
 from meshwright.spec.supported import refuse_unbuilt
@@ -151,6 +152,7 @@ def apply_plan(
     place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
     engine.use_switch(ShardSwitch(str(plan)))
     sentinels = make_sentinels(engine, place, built, loss_fn, options)
+    splitter.watch = sentinels.whole_batches
     if built is not None and engine.deals_parameters_out:
         refuse_coupled(built, str(plan))
     gate = OptimizerGate(built)

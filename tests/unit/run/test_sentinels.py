@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.mesh import MeshSpec
 from meshwright.run.sentinels import digest, settings
 from meshwright.run.sentinels.circles import Circle
-from meshwright.run.sentinels.sentinels import DEFAULT_EVERY, check_sentinels
+from meshwright.run.sentinels.settings import DEFAULT_EVERY, check_sentinels
 from meshwright.train.config.load import load_config
 from meshwright.train.config.types import TrainSection
 

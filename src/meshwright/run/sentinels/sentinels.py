@@ -27,7 +27,7 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.state.outside import Outside
-from meshwright.errors import ConfigError, CorruptionError
+from meshwright.errors import CorruptionError
 from meshwright.mesh import MeshSpec
 from meshwright.python_state import PythonState
 from meshwright.run.agreement import Saying
@@ -40,12 +40,10 @@ from meshwright.run.sentinels.common_draws import CommonDraws
 from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
 from meshwright.run.sentinels.digest import digest_batch, digest_of, digest_rng, digest_text
 from meshwright.run.sentinels.name_orders import require_equal_in_order
+from meshwright.run.sentinels.whole_batches import WholeBatches
 from meshwright.run.sentinels.writes import StateWatch
 
 __all__: list[str] = []
-
-DEFAULT_EVERY = 100
-"""Steps between two sentinels [count]: with those of the benchmark below 1 % of the time of the shortest steps."""
 
 _LOG = logging.getLogger("meshwright")
 
@@ -86,6 +84,8 @@ class Sentinels:
         self._mesh = mesh
         self._watch = StateWatch(engine, optimizer)
         self._apart = ApartWatch(engine)
+        self.whole_batches = WholeBatches()
+        self.whole_batches.is_watching = self.is_watching and not self._copying.is_alone
         self._step = -1
         self._num_inspections = 0
         self._part: str | None = None
@@ -151,6 +151,8 @@ class Sentinels:
         self._batch = batch
         if not self._sharing.is_alone:
             found.append(Saying("batch", self._sharing, digest_batch(batch, whole=self.is_due)))
+        if not self._copying.is_alone:
+            found.append(Saying("whole batches", self._everyone, self.whole_batches.digest()))
         written = self._watch.written()
         if not self._holding.is_alone:
             names = [*written, *self._watch.changed()]
@@ -180,6 +182,8 @@ class Sentinels:
             raise calls.different(dict(enumerate(engine.everyone.all_gather_json(calls.current, device=engine.device))))
         if "batch" in topics:
             raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
+        if "whole batches" in topics and self.whole_batches.raise_different(engine.everyone, engine.device):
+            self.whole_batches.is_watching = False  # ranks that compute their batches round differently
         if "common" in topics:
             rows = [("the dtype of torch.autocast", self._autocast), *settings.of_options(self._optimizer)]
             settings.raise_different(engine.everyone, rows, engine.device)
@@ -335,17 +339,6 @@ class Sentinels:
         if everyone.group_rank == 0:
             for text in texts:
                 _LOG.warning("%s", text)
-
-
-def check_sentinels(every: Any, on_finding: Any) -> None:
-    """Raise ConfigError for invalid options."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-        raise ConfigError(
-            f"sentinel_every must be a number of steps, or 0, it is {every!r}",
-            fix=f"pass sentinel_every={DEFAULT_EVERY}",
-        )
-    if on_finding not in ("stop", "warn"):
-        raise ConfigError(f"on_finding must be 'stop' or 'warn', it is {on_finding!r}", fix="pass on_finding='stop'")
 
 
 def make_sentinels(

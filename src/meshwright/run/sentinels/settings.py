@@ -21,11 +21,13 @@ import torch
 from torch import nn
 
 from meshwright.comm.communicator import Communicator
-from meshwright.errors import ApplyError
+from meshwright.errors import ApplyError, ConfigError
 from meshwright.run.sentinels.code_digest import digest_class, digest_function
 
 __all__: list[str] = []
 
+DEFAULT_EVERY = 100
+"""Steps between two sentinels [count]: with those of the benchmark below 1 % of the time of the shortest steps."""
 Rows = list[tuple[str, str]]
 """(name of a setting, its value as text), in an order that is the same on every rank."""
 
@@ -258,3 +260,14 @@ def _shortened(value: str | None) -> str:
     if value is None:
         return "not there"
     return value if len(value) <= 120 else f"{value[:117]}..."
+
+
+def check_sentinels(every: Any, on_finding: Any) -> None:
+    """Raise ConfigError for invalid options."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+        raise ConfigError(
+            f"sentinel_every must be a number of steps, or 0, it is {every!r}",
+            fix=f"pass sentinel_every={DEFAULT_EVERY}",
+        )
+    if on_finding not in ("stop", "warn"):
+        raise ConfigError(f"on_finding must be 'stop' or 'warn', it is {on_finding!r}", fix="pass on_finding='stop'")

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from meshwright._torch_private import set_worker_info
-from meshwright.describe.batches import split_batch
 from meshwright.errors import ConfigError
 from meshwright.layout import even_ranges, even_sizes
 from meshwright.train.data.fetch import (
@@ -146,12 +145,25 @@ class StreamLoader:
         batches = itertools.islice(self._own_batches(), skip, None)
         ahead = read_ahead(batches, self._options.prefetch) if self._reads_ahead() else None
         try:
-            for batch in self._agreed(ahead or batches) if self._rank_local else ahead or batches:
+            shares = self._taken(ahead or batches)
+            for batch in self._agreed(shares) if self._rank_local else shares:
                 self._batch += 1
                 yield batch
         finally:
             if ahead is not None:
                 ahead.close()
+
+    def _taken(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
+        """Yield shares, and have what they were cut from compared once they are handed out, however far a thread has read."""
+        watch = self._model.splitter.watch
+        for share, mark in batches:
+            if watch is not None:
+                watch.take(mark)
+            yield share
+
+    def _mark(self, whole: Any) -> Any:
+        watch = self._model.splitter.watch
+        return None if watch is None or self._rank_local else watch.mark(whole)
 
     def _reads_ahead(self) -> bool:
         # Other people's iterables may draw random numbers, which a thread would take from the model; workers do not.
@@ -160,16 +172,19 @@ class StreamLoader:
     def _draws_nothing(self) -> bool:
         return getattr(self.source, "deterministic_samples", False)
 
-    def _own_batches(self) -> Iterator[Any]:
+    def _own_batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield this rank's shares, each with the mark of what it was cut from."""
         if isinstance(self.source, IterableDataset):
             yield from self._cut_stream(self.source)
         elif self._rank_local:
-            yield from self.source
+            yield from ((batch, None) for batch in self.source)
         else:
-            for batch in self._at_once(self.source, 1):
-                yield split_batch(batch[0], self._model)
+            model = self._model
+            for (batch,) in self._at_once(self.source, 1):
+                shares = model.splitter.cut(batch, model.dp_size)
+                yield shares[model.dp_rank] if model.dp_rank < len(shares) else None, self._mark(batch)
 
-    def _cut_stream(self, stream: IterableDataset[Any]) -> Iterator[Any]:
+    def _cut_stream(self, stream: IterableDataset[Any]) -> Iterator[tuple[Any, Any]]:
         samples: Iterable[Any] = stream
         rank, ranks = self._model.dp_rank, self._model.dp_size
         if self._options.num_workers:
@@ -186,7 +201,8 @@ class StreamLoader:
                 return
             low, high = (0, len(chunk)) if self._rank_local else even_ranges(len(chunk), ranks)[rank]
             seed = mix(self._options.seed, self.epoch, OF_COLLATE, place, rank)
-            yield seeded_collate(self._collate, chunk[low:high], seed) if high > low else None
+            share = seeded_collate(self._collate, chunk[low:high], seed) if high > low else None
+            yield share, self._mark([chunk[0], chunk[-1]])  # a stream that gives each rank its own differs there
 
     def _at_once(self, source: Iterable[Any], size: int) -> Iterator[list[Any]]:
         """Yield the items of the source, `size` at once; its draws are the same on all ranks, unless it is a rank's own.
