@@ -97,6 +97,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     for outcome in testing.run_outcomes(_with_given_optimizer, 2, False):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "4 of the optimizer's 4 parameters do not belong to this model" in str(outcome.error)
+        assert "parameters of a loss belong into the module" in str(outcome.error)
 
 
 def _optimizer_state(build: Any) -> tuple[list[str], int]:

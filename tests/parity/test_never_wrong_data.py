@@ -68,6 +68,10 @@ def test_a_loss_that_trains_parameters_of_no_model_is_refused(own: bool) -> None
     assert testing.run_ranks(jobs.foreign_head, 2, "tp=2", False) == [True, True]
 
 
+def test_the_last_stage_alone_may_not_train_a_parameter_of_no_model() -> None:
+    refused(jobs.foreign_head, 2, "pp=2,micro_batches=2", False, word="that is in no model under a plan")
+
+
 def test_replicas_refuse_an_own_loop_too() -> None:
     with pytest.raises(mw.ApplyError, match="outside of model"):
         jobs.step_alone("data_parallel,dp=2")

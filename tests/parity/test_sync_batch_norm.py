@@ -25,6 +25,14 @@ def test_is_one_device_s(line: str, name: str) -> None:
             torch.testing.assert_close(found[1][key], value, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("line", ["dp=2", "tp=2", "pp=2"])
+def test_torch_s_own_synced_norms_are_refused_with_what_stands_for_them(line: str) -> None:
+    for outcome in testing.run_outcomes(jobs.train_converted, 2, line):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "torch's SyncBatchNorm" in outcome.error.message
+        assert "sync_batch_norm=True" in str(outcome.error.fix)
+
+
 @pytest.mark.parametrize("name", ["acting", "teacher"])
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,tp=2"])
 def test_a_rank_with_one_value_per_channel_is_one_device_s(line: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise ApplyError(
             f"a batch that is a {type(batch).__name__} must be a pair (inputs, targets), or have inputs alone; this one has "
             f"{len(batch)} items",
-            fix="put several inputs into a tuple of their own: ((ids, mask), labels)",
+            fix="put several inputs or targets into a tuple of their own: ((ids, mask), labels), (inputs, (labels, weights))",
         )
     inputs = batch[0] if is_pair else batch
     if isinstance(inputs, Mapping):
@@ -51,17 +52,26 @@ def call_model(module: nn.Module, batch: Any) -> Any:
         return module(*args, **kwargs)
     except TypeError as error:
         refuse_strange_entries(module, kwargs, error)
+        if hasattr(batch, "_fields") or dataclasses.is_dataclass(batch):
+            how = "its entries as arguments" if isinstance(batch, tuple) else "it as the one argument"
+            error.add_note(
+                f"the batch is a {type(batch).__name__}, so the model was called with {how}. Where it holds targets as well, "
+                "step on a pair (inputs, targets) made of it, each a tensor, a tuple or a mapping"
+            )
         raise
 
 
 def refuse_strange_entries(module: nn.Module, entries: Mapping[str, Any], error: TypeError) -> None:
     """Raise ApplyError from `error` where a mapping has entries that the module's forward does not take."""
     if strange := _not_taken(module, entries):
-        inputs = ", ".join(f"{name!r}: ..." for name in entries if name not in strange)
+        taken = [name for name in entries if name not in strange]
+        target = next(filter(is_target_name, strange), strange[0] if taken or len(strange) == 1 else strange[1])
+        given = next((name for name in strange if name != target), target)
+        inputs = "{" + ", ".join(f"{name!r}: ..." for name in taken) + "}" if taken else f"batch[{given!r}]"
         raise ApplyError(
             f"the batch is a mapping, and {type(module).__name__}.forward takes no {' and no '.join(map(repr, strange))} "
             "(rule: all entries of a mapping are keywords of the model)",
-            fix=f"a pair of inputs and targets: ({{{inputs}}}, batch[{strange[0]!r}]), or let forward take {strange[0]}=None",
+            fix=f"a pair of inputs and targets: ({inputs}, batch[{target!r}]), or let forward take {target}=None",
         ) from error
 
 

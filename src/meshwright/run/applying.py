@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright._torch_private import leave_to_interpreter
 from meshwright.apply.data.optimizer import refuse_coupled
-from meshwright.apply.modules.synced_norms import synced_norms
+from meshwright.apply.modules.synced_norms import refuse_torch_sync, synced_norms
 from meshwright.apply.recompute.checkpointing import Recompute
 from meshwright.apply.shards.optimizer_state import OptimizerState
 from meshwright.apply.shards.state_dicts import StateGuard
@@ -136,6 +136,7 @@ def apply_plan(
     if plan.num_devices > 1 or plan.micro_batches > 1 or plan.micro_batch_size or plan.recompute != "none":
         refuse_iterators(module, [] if loss_fn is None else [loss_fn], str(plan))
         refuse_class_identity(module, [] if loss_fn is None else [loss_fn], plan)
+    refuse_torch_sync(module, plan, chosen[0])
     recompute = None if plan.recompute == "none" else Recompute(module, plan.recompute)
     rule = LossRule(loss_fn, module, splitter)
     engine = build_engine(module, plan, world, chosen, splitter)
@@ -152,7 +153,7 @@ def apply_plan(
     place = (plan.mesh if plan.mode == "ranks" else MeshSpec(), world.rank)
     engine.use_switch(ShardSwitch(str(plan)))
     sentinels = make_sentinels(engine, place, built, loss_fn, options)
-    splitter.watch = sentinels.whole_batches
+    splitter.watch = sentinels.shared_batches
     if built is not None and engine.deals_parameters_out:
         refuse_coupled(built, str(plan))
     gate = OptimizerGate(built)

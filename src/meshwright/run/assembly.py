@@ -350,7 +350,8 @@ def build_optimizer(
         raise ApplyError(
             f"{len(strangers)} of the optimizer's {len(held)} parameters do not belong to this model, one of shape "
             f"{strangers[0]} for example; stepping it would change nothing here",
-            fix="pass a factory such as functools.partial(torch.optim.AdamW, lr=3e-4), or build the optimizer from this model",
+            fix="pass a factory such as functools.partial(torch.optim.AdamW, lr=3e-4), or build the optimizer from this model; "
+            "parameters of a loss belong into the module that apply_plan gets, which returns them beside its outputs",
         )
     if may_fuse and built is not optimizer:
         _fuse(built)

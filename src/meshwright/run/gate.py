@@ -20,7 +20,8 @@ __all__: list[str] = []
 
 FIX = (
     "call model.step(batch), which runs forward, loss, backward and the optimizer (micro_batches= in the plan accumulates); "
-    "in a loop of your own call model.backward(loss, weight=n) in place of loss.backward(), then model.optimizer.step()"
+    "in a loop of your own call model.backward(loss, weight=n) in place of loss.backward(), then model.optimizer.step(); inner "
+    "steps by a gradient of your own (MAML) have the plan 'single' alone"
 )
 FIX_STEP = (
     "call model.step(batch), which runs forward, loss, backward and the optimizer (micro_batches= in the plan accumulates); "

@@ -88,7 +88,7 @@ def foreign_error(parameter: nn.Parameter, plan: str) -> ApplyError:
     """Return the error for a loss that trains a parameter of no model under a plan."""
     return ApplyError(
         f"the loss trains a parameter of shape {tuple(parameter.shape)} that is in no model under a plan; the plan '{plan}' does "
-        "not exchange its gradient, so each rank would train its own",
+        "not exchange its gradient, so ranks would train different ones",
         fix="make it a parameter of the module that apply_plan gets, or apply a plan to its module too",
     )
 

@@ -237,6 +237,14 @@ def with_own_forward(line: str) -> None:
     mw.apply_plan(_with_own_forward, line, loss_fn=_loss, optimizer=sgd, sync_batch_norm=True).close()
 
 
+def train_converted(line: str) -> None:
+    """Train a model whose norms torch has made into its own synced ones, as scripts around DDP do."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    build = nn.SyncBatchNorm.convert_sync_batchnorm(_build("images"))
+    with mw.apply_plan(build, line, loss_fn=_loss, optimizer=sgd) as model:
+        model.step(mw.split_batch(_batch(0), model))
+
+
 def stopped(what: str, line: str) -> None:
     """Train a step; rank 1 cannot take the second one, or its code raises in it, behind a norm or in the loss."""
     sgd = functools.partial(torch.optim.SGD, lr=0.1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,6 +42,50 @@ def test_an_entry_that_the_model_does_not_take_is_named_and_the_fix_works() -> N
         paired = model.step(({"x": x, "mask": mask}, y)).loss
     with mw.apply_plan(_TakesTargets, "single", loss_fn=_loss) as model:
         assert model.step({"x": x, "mask": mask, "y": y}).loss == paired > 0
+
+
+class _Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+
+
+@dataclasses.dataclass
+class _Sample:
+    x: Tensor
+    y: Tensor
+
+
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("label", ["label", "score"])
+def test_a_mapping_of_which_the_model_takes_nothing_has_a_fix_that_works(label: str) -> None:
+    batch = {"image": torch.ones(4, 3), label: torch.zeros(4), "id": ["a", "b", "c", "d"]}
+    with mw.apply_plan(_Plain, "single", loss_fn=_loss) as model:
+        with pytest.raises(mw.ApplyError) as error:
+            model.step(batch)
+        assert f"a pair of inputs and targets: (batch['image'], batch['{label}'])" in str(error.value.fix)
+        assert model.step((batch["image"], batch[label])).loss > 0
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [_Point(torch.ones(4, 3), torch.zeros(4), torch.ones(4)), _Sample(torch.ones(4, 3), torch.zeros(4))],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_an_object_of_inputs_and_targets_is_named_with_what_helps(batch: Any) -> None:
+    with mw.apply_plan(_Plain, "single", loss_fn=_loss) as model:
+        with pytest.raises(TypeError) as error:
+            model.step(batch)
+        assert f"the batch is a {type(batch).__name__}" in error.value.__notes__[0]
+        assert model.step((batch.x, batch.y)).loss > 0
 
 
 def test_verify_names_it_too() -> None:

@@ -203,7 +203,8 @@ class Gathering(OwnGathering):
             raise ApplyError(
                 f"the values of '{self._units[index].names[0]}' were needed in a backward outside of step() and "
                 "model.backward(), which gather them",
-                fix="call model.backward(loss) in place of loss.backward()",
+                fix="call model.backward(loss) in place of loss.backward(); gradients of inputs by torch.autograd.grad (a "
+                "penalty, adversarial examples) need a plan with zero=2 at most",
             )
         return flat.as_strided(shape, stride, offset)
 

@@ -40,6 +40,27 @@ def share_reason(module: nn.Module) -> str | None:
     )
 
 
+def refuse_torch_sync(module: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Refuse torch's own SyncBatchNorm where it would fail or exchange with ranks that have the same samples.
+
+    torch takes CUDA tensors alone, and all ranks of the job, of which tp and pp give several one share.
+
+    Raises:
+        ApplyError: The model has such a layer.
+    """
+    if plan.num_ranks == 1 or (device.type != "cpu" and plan.tp * plan.pp == 1):
+        return
+    name = next((name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)), None)
+    if name is None:
+        return
+    raise ApplyError(
+        f"'{name}' is torch's SyncBatchNorm, which takes no tensors of a CPU, and under tp and pp counts one sample on several "
+        f"ranks (plan '{plan}')",
+        fix="leave nn.SyncBatchNorm.convert_sync_batchnorm(...) out: apply_plan(..., sync_batch_norm=True) normalises over the "
+        "samples of all ranks under dp, ZeRO and tp",
+    )
+
+
 def synced_norms(module: nn.Module, plan: Plan, group: Communicator, *, is_wanted: bool) -> SyncedNorms | None:
     """Return the layers of a model that normalise over the samples of all ranks; None where it has none, or nobody asked.
 

@@ -120,9 +120,13 @@ class LossTerms:
         return outputs
 
     def _look_at_graph(self, value: torch.Tensor) -> None:
-        """Refuse a first loss that trains parameters outside of the model: ranks would not exchange their gradients."""
+        """Refuse a first loss that trains parameters outside of the model: ranks would not exchange their gradients.
+
+        Under tp alone all ranks compute the same loss; of a pipeline the last stage alone does.
+        """
         engine = self._engine
-        if engine.group.size > 1 and self.watch.failure is None:
+        is_apart = engine.group.size > 1 or (engine.everyone.size > 1 and not engine.takes_own_loops)
+        if is_apart and self.watch.failure is None:
             # Not the module's own list: under ZeRO-3 a look into it gathers everything.
             foreign = foreign_parameters(value, engine.parameters)
             self.watch.failure = foreign_error(foreign[0], engine.switch.moment.plan) if foreign else None

@@ -8,6 +8,7 @@ digest        64-bit digests of tensors
 settings      settings that must be equal
 name_orders   orders of names in lists, taken from the first rank
 code_digest   digests of functions and classes
+shared_batches batches that ranks share out, the same on all
 batch_check   different batches on ranks that share layers, equal ones on ranks that do not
 common_draws  generators that ranks have in common
 copies_check  copies compared bit by bit

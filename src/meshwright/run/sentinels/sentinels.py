@@ -40,7 +40,7 @@ from meshwright.run.sentinels.common_draws import CommonDraws
 from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
 from meshwright.run.sentinels.digest import digest_batch, digest_of, digest_rng, digest_text
 from meshwright.run.sentinels.name_orders import require_equal_in_order
-from meshwright.run.sentinels.whole_batches import WholeBatches
+from meshwright.run.sentinels.shared_batches import SharedBatches
 from meshwright.run.sentinels.writes import StateWatch
 
 __all__: list[str] = []
@@ -84,8 +84,8 @@ class Sentinels:
         self._mesh = mesh
         self._watch = StateWatch(engine, optimizer)
         self._apart = ApartWatch(engine)
-        self.whole_batches = WholeBatches()
-        self.whole_batches.is_watching = self.is_watching and not self._copying.is_alone
+        self.shared_batches = SharedBatches()
+        self.shared_batches.is_watching = self.is_watching and not self._copying.is_alone
         self._step = -1
         self._num_inspections = 0
         self._part: str | None = None
@@ -152,7 +152,7 @@ class Sentinels:
         if not self._sharing.is_alone:
             found.append(Saying("batch", self._sharing, digest_batch(batch, whole=self.is_due)))
         if not self._copying.is_alone:
-            found.append(Saying("whole batches", self._everyone, self.whole_batches.digest()))
+            found.append(Saying("shared batches", self._everyone, self.shared_batches.digest()))
         written = self._watch.written()
         if not self._holding.is_alone:
             names = [*written, *self._watch.changed()]
@@ -182,8 +182,8 @@ class Sentinels:
             raise calls.different(dict(enumerate(engine.everyone.all_gather_json(calls.current, device=engine.device))))
         if "batch" in topics:
             raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
-        if "whole batches" in topics and self.whole_batches.raise_different(engine.everyone, engine.device):
-            self.whole_batches.is_watching = False  # ranks that compute their batches round differently
+        if "shared batches" in topics and self.shared_batches.raise_different(engine.everyone, engine.device):
+            self.shared_batches.is_watching = False  # ranks that compute their batches round differently
         if "common" in topics:
             rows = [("the dtype of torch.autocast", self._autocast), *settings.of_options(self._optimizer)]
             settings.raise_different(engine.everyone, rows, engine.device)

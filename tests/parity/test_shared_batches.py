@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.parity.jobs import whole_batches_jobs as jobs
+from tests.parity.jobs import shared_batches_jobs as jobs
 
 import meshwright as mw
 from meshwright import testing

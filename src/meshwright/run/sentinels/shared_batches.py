@@ -41,7 +41,7 @@ class Mark:
     values: tuple[tuple[str, str, torch.Tensor], ...]
 
 
-class WholeBatches:
+class SharedBatches:
     """Marks of the global batches that this rank has shared out since ranks last agreed."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What ranks run in `test_whole_batches`: loops that share out batches, the same on all ranks or not."""
+"""What ranks run in `test_shared_batches`: loops that share out batches, the same on all ranks or not."""
 
 from __future__ import annotations
 
