@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.p2p import OtherStageError
+from meshwright.apply.pipeline.walking.stand_ins import StandIn
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.told_errors import ends_exchanges, error_of_rank, kind_of
 from meshwright.trees import map_tensors, tensors_in
@@ -94,11 +95,20 @@ class Collector:
         own = {index: list(tensors_in(tree)) for index, tree in found.items()}
         anyone, tree = next(iter(found.items()))
         place = iter(range(len(own[anyone])))
+        # What comes of a parameter alone is on the stages that hold it, which need not be the last.
+        there = [[not isinstance(tensor, StandIn) for tensor in row] for row in zip(*own.values(), strict=True)]
+        holders = self.told([any(row) for row in there])
 
         def whole(_: Tensor) -> Tensor:
             index = next(place)
             home = home_of(own[anyone][index])
-            return self.tensor(own[home if home in own else anyone][index], rank_of_stage(home))
+            source = rank_of_stage(home)
+            if not holders[source][index]:
+                source = next((rank for rank, row in enumerate(holders) if row[index]), source)
+            mine = home if home in own else anyone
+            if source == self._group.group_rank and not there[index][list(own).index(mine)]:
+                mine = next(stage for stage, has in zip(own, there[index], strict=True) if has)
+            return self.tensor(own[mine][index], source)
 
         return map_tensors(tree, whole)
 
