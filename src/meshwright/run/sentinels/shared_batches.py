@@ -24,8 +24,10 @@ _SAMPLES = 1024
 """Values of a tensor that decide whether a difference is a rounding [count]."""
 _ROUNDING = 1e-4
 """Difference of sums over a tensor's values that is taken for rounding [fraction of the sum of their sizes]."""
-_OFTEN = 3
-"""Batches on a device that are read in any case; after them each hundredth, since reading waits for the device [count]."""
+_FIRST = 16
+"""Batches that are read in any case [count]."""
+_THEN = 8
+"""After them one of so many is read; on a device one of a hundred, since reading waits for it [count]."""
 _FIX = (
     "give every rank the same global batch: seed what draws it alike on all ranks (torch.manual_seed(step), say), and leave a "
     "DistributedSampler, or another share by rank, out; where each rank has data of its own, step on it without split_batch, or "
@@ -57,10 +59,12 @@ class SharedBatches:
             return None
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors(batch)]
         self._seen += 1
-        if any(tensor.device.type != "cpu" for _, tensor in tensors) and self._seen > _OFTEN and self._seen % 100:
+        every = _THEN if all(tensor.device.type == "cpu" for _, tensor in tensors) else 100
+        if self._seen > _FIRST and self._seen % every:
             return Mark(0, ())
-        digest = digest_batch(batch, whole=False)
-        return Mark(digest, tuple((name, f"{tuple(t.shape)} {t.dtype}", _some(t)) for name, t in tensors))
+        values = tuple((name, f"{tuple(t.shape)} {t.dtype}", _some(t)) for name, t in tensors)
+        kinds = digest_text("".join(kind for _, kind, _ in values))
+        return Mark(digest_batch([some for _, _, some in values], whole=True) ^ kinds or 1, values)
 
     def take(self, mark: Mark | None) -> None:
         """Take note that the batch of a mark is trained on next."""
@@ -80,23 +84,27 @@ class SharedBatches:
         """Raise ApplyError on every rank where ranks have shared out different batches; every rank calls it.
 
         Returns:
-            Whether ranks differ by roundings alone. False, too, where a rank has shared out fewer batches than another one.
+            Whether some batches differ by roundings alone. Nothing is compared where a rank has shared out fewer than another.
         """
         mine = [
             [mark.digest, *[[name, kind, *_sums(values)] for name, kind, values in mark.values]] for mark in self._told
         ]
         told = group.all_gather_json(mine, device=device)
+        are_rounded = False
         if len({len(rows) for rows in told}) > 1:
             return False
         for rank, theirs in zip(group.ranks, told, strict=True):
             for first, other in zip(told[0], theirs, strict=True):
-                if first[0] != other[0] and (what := _difference(first[1:], other[1:])) is not None:
+                if 0 in (first[0], other[0]) or first[0] == other[0]:
+                    continue
+                if (what := _difference(first[1:], other[1:])) is not None:
                     raise ApplyError(
                         "ranks were given different batches to share out, by split_batch or make_loader: "
                         f"on ranks {group.ranks[0]} and {rank} {what} (rule: each rank takes its rows of one global batch)",
                         fix=_FIX,
                     )
-        return True
+                are_rounded = True
+        return are_rounded
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +112,7 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return torch.zeros(0)
     row = tensor.reshape(-1)
-    return row[:: max(1, row.numel() // _SAMPLES) | 1].clone()
+    return row.clone() if row.numel() <= _SAMPLES else row[:: row.numel() // _SAMPLES | 1].clone()
 
 
 def _sums(values: torch.Tensor) -> list[float]:
