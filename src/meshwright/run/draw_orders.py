@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.apply.randomness.chosen_rows import row_dims
 from meshwright.apply.randomness.forward_draws import DrawNote
-from meshwright.apply.randomness.names import LOSS
+from meshwright.apply.randomness.names import LOSS, series_of
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 
 __all__: list[str] = []
@@ -76,6 +76,7 @@ def following(
         pieces: What each of its parts drew.
     """
     found: dict[Call, SiteDims] = {}
+    last = _places_of_last([whole, *pieces])
     for call, note in whole.items():
         notes = [note, *(piece[call] for piece in pieces if call in piece)]
         places = [set(_dims_of_rows(one)) for one in notes]
@@ -87,13 +88,27 @@ def following(
                 num_dims=len(note.shape),
                 is_merged=True,
                 follows=rows[0].name,
-                follows_last=all(own.is_last for own in rows),
+                follows_last=(series_of(call[0]), note.site) in last,
                 inner=note.shape[dim + 1 :],
                 kind=note.kind,
+                site=note.site,
             )
     unknown = {call: own for call, own in found.items() if call not in dims}
     for tried in [found, *([unknown] if unknown and unknown != found else [])] if found else []:
         yield {**dims, **tried}
+
+
+def _places_of_last(notes: Iterable[Mapping[Call, DrawNote]]) -> set[tuple[str, int]]:
+    """Return the places in the code, by modules of one kind, that draw for the last rows chosen, in all of several forwards.
+
+    Of rows that are all chosen before any of them draw, those of the last draw are such rows, and those of the others not.
+    """
+    seen: dict[tuple[str, int], set[bool]] = {}
+    for own in notes:
+        for (name, _), note in own.items():
+            if note.chosen is not None and note.chosen.is_last is not None:
+                seen.setdefault((series_of(name), note.site), set()).add(note.chosen.is_last)
+    return {place for place, found in seen.items() if found == {True}}
 
 
 def in_order(

@@ -326,7 +326,7 @@ class DrawTrials:
             inner = drawn.shape[0 if dims.dim is None else dims.dim + 1 :]
             is_beside = not dims.is_merged and dims.dim in drawn.moved
             before = found.dims.setdefault(
-                call, dataclasses.replace(dims, inner=inner, kind=drawn.kind, is_beside=is_beside)
+                call, dataclasses.replace(dims, inner=inner, kind=drawn.kind, is_beside=is_beside, site=drawn.site)
             )
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
                 found.unclear.append(f"draw {call[1]} of {called(call[0])}")

@@ -7,7 +7,7 @@ often this module has drawn for the row before, whichever rows lie beside it and
 
 from __future__ import annotations
 
-import collections
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +24,6 @@ from meshwright.apply.randomness.sample_dims import Call, SiteDims
 
 __all__: list[str] = []
 
-_MOST_KEPT = 64
-"""Choices of a forward that are remembered [count]."""
 _TURN_BITS = 40
 """Above these bits of a sample's number stands how often its row has drawn before [bits]."""
 
@@ -36,8 +34,8 @@ class RowsChosen(NamedTuple):
     num_rows: int
     name: str
     """The module that has chosen them."""
-    is_last: bool
-    """Whether it has chosen no others since."""
+    is_last: bool | None
+    """Whether it has chosen no others since; None: it has chosen no others at all, which shows nothing."""
     is_in_order: bool
     """Whether they are all rows, in their order."""
 
@@ -46,9 +44,15 @@ class ChosenRows:
     """The choices of one forward, and the rows that have drawn."""
 
     def __init__(self) -> None:
-        self._choices: collections.deque[ChosenByIndex] = collections.deque(maxlen=_MOST_KEPT)
+        self._choices: list[ChosenByIndex] = []
+        self._by_rows: dict[int, list[int]] = {}
+        """Their places, by how many rows they have chosen: hundreds of experts' are not gone through at each draw."""
+        self._by_memory: dict[StorageWeakRef, list[int]] = {}
+        self._last_of: dict[str, ChosenByIndex] = {}
         self.has_unseen = False
         """Whether rows were chosen by numbers that another pipeline stage has."""
+        self.unknown_turns: set[str] = set()
+        """Modules that have drawn on another stage for rows that are not known here."""
         self._drawn: dict[str, Tensor] = {}
         """How often each row of each sample has drawn in a module: the samples innermost [count]."""
         self._places: dict[Call, RowPlaces] = {}
@@ -56,8 +60,10 @@ class ChosenRows:
     def again(self) -> ChosenRows:
         """Return the same at this place of the forward, to go on with."""
         rows = ChosenRows()
-        rows._choices.extend(self._choices)
+        for choice in self._choices:
+            rows._remember(choice)
         rows.has_unseen = self.has_unseen
+        rows.unknown_turns = set(self.unknown_turns)
         rows._drawn = {name: counts.clone() for name, counts in self._drawn.items()}
         rows._places = dict(self._places)
         return rows
@@ -65,7 +71,11 @@ class ChosenRows:
     def clear(self) -> None:
         """Forget what the forward has done."""
         self._choices.clear()
+        self._by_rows.clear()
+        self._by_memory.clear()
+        self._last_of.clear()
         self.has_unseen = False
+        self.unknown_turns.clear()
         self._drawn.clear()
         self._places.clear()
 
@@ -129,15 +139,20 @@ class ChosenRows:
         place = (int(result.storage_offset()), int(result.stride(rows_dim)))
         versions = tuple(index._version for index in indices)
         memory = StorageWeakRef(result.untyped_storage())
-        self._choices.append(
-            ChosenByIndex(name, indices, sizes, result.shape[rows_dim], memory, *place, versions, **others)
-        )
+        self._remember(ChosenByIndex(name, indices, sizes, result.shape[rows_dim], memory, *place, versions, **others))
+
+    def _remember(self, choice: ChosenByIndex) -> None:
+        place = len(self._choices)
+        self._choices.append(choice)
+        self._by_rows.setdefault(choice.num_rows, []).append(place)
+        self._by_memory.setdefault(choice.memory, []).append(place)
+        self._last_of[choice.name] = choice
 
     def _among(self, name: str, tensor: Tensor, num_rows: int) -> tuple[ChosenByIndex | None, bool]:
         """Return the choice that has made the rows of a tensor, and whether some choice may have without a sign of it."""
         alike = list(self._alike({num_rows}))
         for choice in alike:
-            if (choice.name != name and _is_around(choice.name, name)) or choice.rows_in(tensor) == slice(0, num_rows):
+            if (choice.name != name and is_around(choice.name, name)) or choice.rows_in(tensor) == slice(0, num_rows):
                 return choice, False
         # Of a module beside this one, or before a layer that the rows went through; an expert may as well get all tokens.
         return None, bool(alike) and all(choice.num_rows < choice.num_sources for choice in alike)
@@ -157,7 +172,8 @@ class ChosenRows:
         for choice, num_rows in (*self._given(sizes, given), *((own, own.num_rows) for own in self._alike(sizes))):
             if choice.name in running and choice.num_sources % num_samples == 0 and not choice.is_unclear:
                 with torch.no_grad(), draws_untouched():
-                    return RowsChosen(num_rows, choice.name, self._is_last(choice), choice.is_in_order)
+                    is_last = self._is_last(choice) if self._has_others(choice) else None
+                    return RowsChosen(num_rows, choice.name, is_last, choice.is_in_order)
         return None
 
     def out_of_order(self, num_rows: int) -> set[str]:
@@ -169,7 +185,7 @@ class ChosenRows:
     def has_moved(self, num_samples: int, dim: int) -> bool:
         """Tell whether code has put the samples in another order, along this dim, and not back."""
         order: Tensor | None = None
-        for choice in self._choices:
+        for choice in reversed(list(self._alike({num_samples}))):
             is_order = choice.num_rows == num_samples == math.prod(choice.sizes) and choice.among is None
             if not is_order or choice.dim != dim or not choice.is_unchanged:
                 continue
@@ -181,7 +197,10 @@ class ChosenRows:
         return order is not None and not torch.equal(order, torch.arange(num_samples, device=order.device))
 
     def _is_last(self, choice: ChosenByIndex) -> bool:
-        return next(other for other in reversed(self._choices) if other.name == choice.name) is choice
+        return self._last_of[choice.name] is choice
+
+    def _has_others(self, choice: ChosenByIndex) -> bool:
+        return not all(map(choice.is_like, (other for other in self._choices if other.name == choice.name)))
 
     def _given(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[ChosenByIndex, int]]:
         """Yield choices that modules were given rows of, as many as one of these sizes, with that number."""
@@ -190,14 +209,15 @@ class ChosenRows:
     def _held(self, sizes: Collection[int], given: Sequence[Tensor]) -> Iterator[tuple[ChosenByIndex, Tensor, slice]]:
         for tensor in given:
             if tensor.dim() and len(tensor) in sizes:
-                for choice in reversed(self._choices):
-                    rows = choice.rows_in(tensor)
+                for place in reversed(self._by_memory.get(StorageWeakRef(tensor.untyped_storage()), ())):
+                    rows = self._choices[place].rows_in(tensor)
                     if rows is not None:
-                        yield choice, tensor, rows
+                        yield self._choices[place], tensor, rows
 
     def _alike(self, sizes: Collection[int]) -> Iterator[ChosenByIndex]:
         """Yield choices of as many rows as one of these sizes, the last first."""
-        return (choice for choice in reversed(self._choices) if choice.num_rows in sizes)
+        places = sorted(itertools.chain.from_iterable(self._by_rows.get(size, ()) for size in {*sizes}))
+        return (self._choices[place] for place in reversed(places))
 
     def _find(self, dims: SiteDims, num_rows: int, given: Sequence[Tensor]) -> tuple[ChosenByIndex, slice] | None:
         """Return the choice of the rows that draw, and which of its rows; None where several might be."""
@@ -240,6 +260,8 @@ class ChosenRows:
         known = self._places.get(call)
         if known is not None:
             return known if len(known.samples) == num_rows else None
+        if call[0] in self.unknown_turns:
+            return None
         with torch.no_grad(), draws_untouched():
             found = self._find(dims, num_rows, given)
             if found is None or found[0].is_unclear or found[0].num_sources % num_samples:
@@ -291,7 +313,8 @@ def row_dims(shape: Sequence[int]) -> list[int]:
     return dims
 
 
-def _is_around(outer: str, name: str) -> bool:
+def is_around(outer: str, name: str) -> bool:
+    """Tell whether a module holds another, by their names."""
     return name.startswith(f"{outer}." if outer else "")
 
 

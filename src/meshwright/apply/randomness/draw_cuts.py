@@ -34,7 +34,10 @@ def find_cuts(
     found = {}
     for call in dims.keys() & whole.keys() & notes.keys():
         own, slicing = [shape.get(call) for shape in shapes], notes[call].slicing
-        found[call] = find_cut(dims[call], whole[call].shape, own, rank, num_samples=num_samples, slicing=slicing)
+        known = dataclasses.replace(
+            dims[call], site=notes[call].site
+        )  # other ranks' batches may number draws otherwise
+        found[call] = find_cut(known, whole[call].shape, own, rank, num_samples=num_samples, slicing=slicing)
     return found
 
 
@@ -88,7 +91,7 @@ def find_cut(
 def cuts_to_rows(found: Mapping[Call, SiteDims]) -> list[list[Any]]:
     """Return the cuts that `find_cuts` has found as JSON values."""
     return [
-        [*call, None if own.cut is None else [own.cut.dim, own.cut.sizes], own.on_stream, own.is_apart]
+        [*call, None if own.cut is None else [own.cut.dim, own.cut.sizes], own.on_stream, own.is_apart, own.site]
         for call, own in found.items()
     ]
 
@@ -107,14 +110,14 @@ def take_cuts(
         rank: This rank's place among those that share its layers.
     """
     others: dict[Call, set[tuple[Any, ...]]] = {}
-    for name, number, cut, on_stream, is_apart in told:
-        known = (None if cut is None else (cut[0], tuple(cut[1])), on_stream, is_apart)
+    for name, number, cut, on_stream, is_apart, site in told:
+        known = (None if cut is None else (cut[0], tuple(cut[1])), on_stream, is_apart, site)
         others.setdefault((name, number), set()).add(known)
     taken = dict(found)
     for call in dims.keys() & others.keys() - found.keys():
         clear = {known for known in others[call] if not known[2]} or others[call]
         if len(clear) == 1:
-            cut, on_stream, is_apart = clear.pop()
+            cut, on_stream, is_apart, site = clear.pop()
             part = None if cut is None else DrawnPart(cut[0], cut[1], rank)
-            taken[call] = dataclasses.replace(dims[call], cut=part, on_stream=on_stream, is_apart=is_apart)
+            taken[call] = dataclasses.replace(dims[call], cut=part, on_stream=on_stream, is_apart=is_apart, site=site)
     return taken

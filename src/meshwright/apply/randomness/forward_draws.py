@@ -31,6 +31,8 @@ class DrawNote:
     """The dims along which code has put the samples in another order, and not back."""
     sizes: tuple[int, ...] = ()
     """As `sizes_given` returns them [count]."""
+    site: int = 0
+    """Where the code stood, as `Names.site` gives it; 0: not known."""
 
 
 class ForwardDraws:
@@ -51,6 +53,8 @@ class ForwardDraws:
         self.module_calls: Counter[str] = Counter()
         """Calls of each module, which a trial counts."""
         self.rows = ChosenRows()
+        self.sites: dict[Call, int] = {}
+        """Where the code stood that made each call, for repetitions in backward."""
 
     def again(self) -> ForwardDraws:
         """Return a forward of the same samples, at the same place among its draws."""

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.apply.randomness.names import LOSS, series_of
 from meshwright.apply.randomness.philox import Level, index_strides, merge_levels
 
 __all__: list[str] = []
@@ -61,6 +60,8 @@ class SiteDims:
     """The sizes of the dims behind it in the first batch, with whole layers [count]."""
     kind: str = dataclasses.field(default="", compare=False)
     """What drew when the dim was found; another kind is another call. Empty: not known."""
+    site: int = dataclasses.field(default=0, compare=False)
+    """Where the code stood that drew when the dim was found, as `Names.site` gives it. 0: not known."""
 
 
 Slicing = tuple[int, tuple[int, ...], int]
@@ -196,54 +197,6 @@ def entries_of_sample(shape: Sequence[int], dims: SiteDims, num_samples: int, di
     return shape[dim] // num_samples if dims.dim == dim else shape[dim]
 
 
-def dims_of_others(
-    call: Call, shape: tuple[int, ...], num_samples: int, known: Mapping[Call, SiteDims], *, shares_layers: bool
-) -> SiteDims | None:
-    """Return the dims of a call that no trial has made: those of its module's other draws, or of the model's; None: not known.
-
-    Args:
-        call: The call.
-        shape: What it draws.
-        num_samples: Samples of its forward [count].
-        known: The dims of other calls.
-        shares_layers: Whether ranks hold parts of layers; the module of chosen rows may be cut, and others whole.
-    """
-    name, number = call
-    alike = {place: dims for place, dims in known.items() if dims.num_dims == len(shape) and not dims.loop}
-    series = series_of(name)
-    for chosen in (
-        {dims for (other, _), dims in alike.items() if other == name},
-        {_moved(dims, name) for (other, n), dims in alike.items() if n == number and series_of(other) == series},
-    ):
-        if chosen and shares_layers and all(dims.follows is not None for dims in chosen):
-            # Of siblings some may be cut, and others, which the search has not seen run, whole.
-            chosen = {dims for dims in chosen if _has_rows_of(dims, shape)} or {
-                dims if dims.cut is not None else dataclasses.replace(dims, is_apart=True) for dims in chosen
-            }
-        if chosen:
-            return chosen.pop() if len(chosen) == 1 else None
-    found = set(alike.values())
-    dims = found.pop() if len(found) == 1 else None
-    if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
-        return None
-    is_plain = dims.cut is None and dims.follows is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
-    return dims if is_plain else None
-
-
-def _has_rows_of(dims: SiteDims, shape: Sequence[int]) -> bool:
-    """Tell whether rows of a tensor have the sizes of a call's, or of this rank's part of them."""
-    if dims.cut is None:
-        return tuple(shape[(dims.dim or 0) + 1 :]) == dims.inner
-    return shape[dims.cut.dim] == dims.cut.sizes[dims.cut.rank]
-
-
-def _moved(dims: SiteDims, name: str) -> SiteDims:
-    """Return a sibling's dims for a module of this name: rows follow the module as far outside of it."""
-    if not dims.follows or dims.follows == LOSS:
-        return dims
-    return dataclasses.replace(dims, follows=".".join(name.split(".")[: dims.follows.count(".") + 1]))
-
-
 def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
     """Return known dims as JSON values, without cuts."""
     return [
@@ -254,6 +207,7 @@ def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
             [d.follows, d.follows_last, d.is_in_order, d.is_beside],
             d.rows,
             d.inner,
+            d.site,
         ]
         for call, d in dims.items()
     ]
@@ -271,8 +225,9 @@ def from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
             rows=tuple(map(tuple, known)),
             inner=tuple(inner),
             kind=kind,
+            site=site,
         )
-        for name, number, kind, place, (by, last, in_order, beside), known, inner in rows
+        for name, number, kind, place, (by, last, in_order, beside), known, inner, site in rows
     }
 
 

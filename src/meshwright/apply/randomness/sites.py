@@ -23,11 +23,12 @@ from meshwright._torch_dispatch import draws_intercepted, draws_untouched, inter
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.chosen_rows import ChosenRows
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
+from meshwright.apply.randomness.known_dims import dims_of_call
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.row_places import has_other_rows, is_on_rows, place_in_rows, sizes_given
 from meshwright.apply.randomness.row_slices import place_slice
-from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, dims_of_others, locate
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, locate
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
 from meshwright.errors import ApplyError
 
@@ -119,7 +120,7 @@ class StepDraws:
         drawn, sample = in_turn(call, self.dims, forward.num_samples)
         name, number = drawn
         text = f"{self.text}/{name}/{number}"
-        dims, found = self._dims_of(drawn, shape, forward.num_samples, kind), None
+        dims, found = self._dims_of(drawn, forward, forward.sites.get(call, 0), shape, kind), None
         if dims is not None and sample is not None and not dims.loop:
             dims = None  # another kind of draw than the first batch made in this turn
         if dims is not None and dims.follows is not None:
@@ -155,15 +156,13 @@ class StepDraws:
         first = NO_SAMPLE if dims.dim is None else forward.first + found.first_sample
         return ElementPlace(key_of(text), found.levels, first, found.first_index)
 
-    def _dims_of(self, call: Call, shape: tuple[int, ...], num_samples: int, kind: str) -> SiteDims | None:
+    def _dims_of(
+        self, call: Call, forward: ForwardDraws, site: int, shape: tuple[int, ...], kind: str
+    ) -> SiteDims | None:
         """Return a call's dims; of one that no trial has made, those of the module's other draws, or of all of the model's."""
-        known = self.dims.get(call)
-        if known is not None and known.num_dims == len(shape) and known.kind in ("", kind):
-            return known
-        if not shape:
-            return SiteDims(None)  # one number, of all samples
-        dims = dims_of_others(call, shape, num_samples, self.dims, shares_layers=bool(self.part))
-        if dims is not None and dims.follows is None:  # which experts are called is decided by values
+        given = {"num_samples": forward.num_samples, "shares_layers": bool(self.part)}
+        dims, is_guess = dims_of_call(call, site, shape, kind, self.dims, **given)
+        if is_guess:
             self.on_unknown(
                 f"draw {call[1]} of {called(call[0])} ({kind}) was not made by the first batch: its sample dim is "
                 "taken to be that of the model's other draws"
@@ -296,25 +295,6 @@ def begin_again() -> None:
         forward.begin_again()
 
 
-def pass_over_draw() -> None:
-    """Count a draw of code between modules that another stage runs, so that all stages number the later ones alike."""
-    step, forward = _running.step, _running.forward
-    if step is not None and forward is not None:
-        forward.next_call(step.names.find())
-
-
-def pass_over_call(name: str, number: int) -> None:
-    """Count the draws of a module's call that another stage runs.
-
-    Args:
-        name: The module.
-        number: Its calls in this forward before this one [count].
-    """
-    step, forward = _running.step, _running.forward
-    if step is not None and forward is not None and step.inside:
-        forward.counts.update(step.inside.get((name, number), {}))
-
-
 def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     """Return the places of a draw that runs now; None where it is torch's own: it belongs to no forward.
 
@@ -341,6 +321,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     if forward is None:
         return None
     call = step.call_at(_mark(), forward)
+    forward.sites[call] = site = step.names.site()
     if forward.notes is not None:
         within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
         running, given = {name for name, _ in within} | {LOSS}, list(step.names.given())
@@ -353,6 +334,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
             is_in_order=batch_of_attention() == forward.num_samples,
             chosen=forward.rows.look(shape, running, given, forward.num_samples),
             sizes=sizes_given(given, forward.num_samples),
+            site=site,
             moved=tuple(d for d in range(len(shape)) if forward.rows.has_moved(forward.num_samples, d)),
         )
     return step.place_of(call, forward, shape, kind)

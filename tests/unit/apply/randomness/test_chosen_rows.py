@@ -72,3 +72,16 @@ def test_turns_do_not_depend_on_how_long_other_samples_are() -> None:
             assert place is not None
             assert place.samples.tolist() == [2 + number * 2**40]
             assert place.indices.tolist() == [1]
+
+
+def test_rows_are_followed_through_many_later_choices() -> None:
+    """A model of many experts chooses hundreds of times in a forward; rows without padding were chosen before all of them."""
+    rows, source, index = ChosenRows(), torch.randn(12, 2), torch.tensor([1, 2, 5, 7, 10, 11])
+    rows.note("", source, source[index], sizes=[12], indices=[index], dim=0)
+    own, given = torch.tensor([0, 4]), torch.randn(6, 2)
+    for number in range(100):
+        rows.note(f"layers.{number}", given, given[own], sizes=[6], indices=[own], dim=0)
+    dims = SiteDims(0, num_dims=2, is_merged=True, follows="layers.99")
+    found = rows.place(("layers.99", 0), dims, 2, given=(), first=0, num_samples=NUM_SAMPLES, row_stride=1)
+    assert found is not None
+    assert (found.samples.tolist(), found.indices.tolist()) == ([0, 2], [1, 2])

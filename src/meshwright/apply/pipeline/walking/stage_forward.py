@@ -64,10 +64,11 @@ from meshwright.apply.pipeline.walking.written import (
     versions_of,
     written_tensors,
 )
+from meshwright.apply.randomness.passed_over import pass_over_call, pass_over_draw
 from meshwright.apply.randomness.row_choices import note_elsewhere
-from meshwright.apply.randomness.sites import pass_over_call, pass_over_draw
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
 from meshwright.python_state import PythonState
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
@@ -142,7 +143,7 @@ class StageForward(Bookkeeping):
                 self._way.draw(*PythonState().places)
             known = None
             if stage != self.stage:
-                pass_over_call(name, self._calls[name] - 1)
+                pass_over_call(name, self._calls[name] - 1, list(tensors_in((args, kwargs))))
                 self._send_all(values, stage)
                 known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
                 if known is not None and known.is_plain:
@@ -313,7 +314,7 @@ class StageForward(Bookkeeping):
         if home is not None:
             self._send_all(values, home)
         if may_draw(func, args, kwargs):
-            pass_over_draw()  # the stage that runs it numbers it
+            pass_over_draw(list(tensors_in((args, kwargs))))  # the stage that runs it numbers it
         if target is not None:
             return self._write_elsewhere(func, target, values, home)
         if read:

@@ -1,0 +1,115 @@
+"""Dims of a draw: by its call, by the code that makes it, or by the calls of modules like its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from meshwright.apply.randomness.names import LOSS, series_of
+from meshwright.apply.randomness.sample_dims import Call, SiteDims
+
+__all__: list[str] = []
+
+
+def dims_of_call(
+    call: Call,
+    site: int,
+    shape: tuple[int, ...],
+    kind: str,
+    known: Mapping[Call, SiteDims],
+    *,
+    num_samples: int,
+    shares_layers: bool,
+) -> tuple[SiteDims | None, bool]:
+    """Return the dims of a draw, None where they are not known; and whether they are a guess, which has to be told.
+
+    A module that draws on a branch that values decide numbers its later draws otherwise, so that the number alone may name a
+    draw inside of a cut layer with one batch, and a whole one with the next.
+
+    Args:
+        call: The call.
+        site: Where the code stands that draws, as `Names.site` gives it.
+        shape: What it draws.
+        kind: What draws.
+        known: The dims of calls that trials have made.
+        num_samples: Samples of its forward [count].
+        shares_layers: Whether ranks hold parts of layers.
+    """
+    own = known.get(call)
+    fits = own is not None and own.num_dims == len(shape) and own.kind in ("", kind)
+    if own is not None and fits and own.site in (0, site):
+        return own, False
+    at_site = {
+        dims
+        for (name, _), dims in known.items()
+        if name == call[0] and dims.site == site and dims.num_dims == len(shape) and dims.kind == kind and not dims.loop
+    }
+    if len(at_site) == 1:
+        return at_site.pop(), False
+    if own is not None and fits:
+        is_cut = own.cut is not None or own.on_stream or own.is_apart
+        beside = {dims for (name, _), dims in known.items() if name == call[0] and dims.num_dims == len(shape)}
+        if len(beside) == 1 and not is_cut:
+            return own, False
+        return dataclasses.replace(own, cut=None, on_stream=False, is_apart=False), True
+    if not shape:
+        return SiteDims(None), False  # one number, of all samples
+    dims = dims_of_others(call, site, shape, num_samples, known, shares_layers=shares_layers)
+    return dims, dims is not None and dims.follows is None  # which experts are called is decided by values
+
+
+def dims_of_others(
+    call: Call,
+    site: int,
+    shape: tuple[int, ...],
+    num_samples: int,
+    known: Mapping[Call, SiteDims],
+    *,
+    shares_layers: bool,
+) -> SiteDims | None:
+    """Return the dims of a call that no trial has made: those of its module's other draws, or of the model's; None: not known.
+
+    Args:
+        call: The call.
+        site: Where the code stands that draws.
+        shape: What it draws.
+        num_samples: Samples of its forward [count].
+        known: The dims of other calls.
+        shares_layers: Whether ranks hold parts of layers; the module of chosen rows may be cut, and others whole.
+    """
+    name, number = call
+    alike = {place: dims for place, dims in known.items() if dims.num_dims == len(shape) and not dims.loop}
+    series = series_of(name)
+    siblings = {place: dims for place, dims in alike.items() if series_of(place[0]) == series}
+    for chosen in (
+        {dims for (other, _), dims in alike.items() if other == name},
+        {_moved(dims, name) for dims in siblings.values() if dims.site == site != 0}
+        or {_moved(dims, name) for (_, n), dims in siblings.items() if n == number},
+    ):
+        if chosen and shares_layers and all(dims.follows is not None for dims in chosen):
+            # Of siblings some may be cut, and others, which the search has not seen run, whole.
+            chosen = {dims for dims in chosen if _has_rows_of(dims, shape)} or {
+                dims if dims.cut is not None else dataclasses.replace(dims, is_apart=True) for dims in chosen
+            }
+        if chosen:
+            return chosen.pop() if len(chosen) == 1 else None
+    found = set(alike.values())
+    dims = found.pop() if len(found) == 1 else None
+    if dims is None or dims.dim is None or shape[dims.dim] != num_samples:
+        return None
+    is_plain = dims.cut is None and dims.follows is None and not (dims.on_stream or dims.is_apart or dims.is_merged)
+    return dims if is_plain else None
+
+
+def _has_rows_of(dims: SiteDims, shape: Sequence[int]) -> bool:
+    """Tell whether rows of a tensor have the sizes of a call's, or of this rank's part of them."""
+    if dims.cut is None:
+        return tuple(shape[(dims.dim or 0) + 1 :]) == dims.inner
+    return shape[dims.cut.dim] == dims.cut.sizes[dims.cut.rank]
+
+
+def _moved(dims: SiteDims, name: str) -> SiteDims:
+    """Return a sibling's dims for a module of this name: rows follow the module as far outside of it."""
+    if not dims.follows or dims.follows == LOSS:
+        return dims
+    return dataclasses.replace(dims, follows=".".join(name.split(".")[: dims.follows.count(".") + 1]))
