@@ -5,6 +5,7 @@ native           the same bits from C++, built once where there is a compiler
 gpu              the same bits from a CUDA kernel
 distributions    uniform, Bernoulli, normal, exponential numbers, integers
 sample_dims      which dim of a drawn tensor holds the samples, and the places that follow
+known_dims       the dims of a draw, among those that trials have found
 draw_cuts        the part of a drawn tensor that each rank of a cut layer draws
 sample_loops     draws of a loop over samples, each known by its sample
 row_slices       slices of rows that begin or end inside of a sample
@@ -15,6 +16,7 @@ row_places       places of draws on such rows, and draws that may be on some uns
 names            names of modules, by which calls are known
 forward_draws    one forward: how often modules have drawn, and what a trial notes
 sites            calls that draw, the step and forward that they belong to
+passed_over      draws that another pipeline stage makes, counted on this one
 alike            draws that are the same in several runs of one piece of code
 recurrences      recurrent layers with dropout between them, on a GPU and of packed samples
 dropouts         dropout, in tensors without entries too

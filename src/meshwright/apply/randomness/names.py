@@ -57,17 +57,19 @@ class Names:
     def site(self) -> int:
         """Return a number for the place in the user's code that runs, inside of the three innermost modules; never 0.
 
-        Code of torch and of this package is passed over, since wrapped calls (a checkpoint) are the same place.
+        Code of torch and of this package is passed over, since wrapped calls (a checkpoint) are the same place; so is code that
+        calls the model, for a step or an evaluation.
         """
-        frame, num_modules, places = sys._getframe(1), 0, list[tuple[str, int, int]]()
+        frame, num_modules, places, num_inside = sys._getframe(1), 0, list[tuple[str, int, int]](), 0
         while frame is not None and num_modules < _SITE_MODULES:
             code = frame.f_code
             if code is MODULE_CALL:
                 num_modules += 1
+                num_inside = len(places)
             elif str(frame.f_globals.get("__name__")).partition(".")[0] not in _PASSED_OVER:
                 places.append((code.co_name, code.co_firstlineno, frame.f_lasti))
             frame = frame.f_back
-        return zlib.crc32(repr(places).encode()) + 1
+        return zlib.crc32(repr(places[:num_inside]).encode()) + 1
 
     def _name_of(self, module: nn.Module) -> str | None:
         """Return a module's name; None for one that is not the model's, a loss for example."""
