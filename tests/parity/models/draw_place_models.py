@@ -31,6 +31,22 @@ class Branch(nn.Module):
         return self.drop(self.down(self.drop(F.gelu(self.up(x)))))
 
 
+class Looped(nn.Module):
+    """Three layers in a loop with one dropout, of which the second is cut by columns, and other values leave out the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)])
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        """Return the result (samples, length, width)."""
+        for place, part in enumerate(self.parts):
+            if place > 0 or bool((kinds == 1).any()):
+                x = self.drop(torch.tanh(part(x)))
+        return x
+
+
 class ChosenFirst(nn.Module):
     """Experts whose tokens are all chosen before any of them drops out."""
 
@@ -104,8 +120,8 @@ class Unpadded(nn.Module):
 
 def _pattern(number: int, step: int, name: str) -> Tensor:
     rows, places = torch.arange(number)[:, None], torch.arange(LENGTH)
-    if name in ("branch", "branch later"):
-        return torch.full((number, LENGTH), int((step % 2 == 0) == (name == "branch")))
+    if name in ("branch", "branch later", "looped"):
+        return torch.full((number, LENGTH), int((step % 2 == 0) == (name != "branch later")))
     if name == "chosen first":
         return torch.full((number, LENGTH), 2) if step == 0 else (rows + places) % 3
     return torch.where(places < (rows * 3 + step) % LENGTH + 1, 0, 2) * (step > 0)
@@ -114,6 +130,7 @@ def _pattern(number: int, step: int, name: str) -> Tensor:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "branch": functools.partial(ByKind, Branch),
     "branch later": functools.partial(ByKind, Branch),
+    "looped": functools.partial(ByKind, Looped),
     "chosen first": functools.partial(ByKind, ChosenFirst),
     "unpadded function": functools.partial(Unpadded, "function"),
     "unpadded module": functools.partial(Unpadded, "module"),

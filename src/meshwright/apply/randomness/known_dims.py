@@ -113,3 +113,15 @@ def _moved(dims: SiteDims, name: str) -> SiteDims:
     if not dims.follows or dims.follows == LOSS:
         return dims
     return dataclasses.replace(dims, follows=".".join(name.split(".")[: dims.follows.count(".") + 1]))
+
+
+def cut_in_turn(known: Mapping[Call, SiteDims]) -> dict[str, int]:
+    """Return the draws of modules that one place in the code makes inside of cut layers and outside, by name [count].
+
+    A loop over layers with one dropout for all is such a place: only the number tells which layer has run before.
+    """
+    parts: dict[tuple[str, int], set[object]] = {}
+    for (name, _), dims in known.items():
+        parts.setdefault((name, dims.site), set()).add((dims.cut, dims.on_stream, dims.is_apart))
+    names = {name for (name, _), found in parts.items() if len(found) > 1}
+    return {name: sum(other == name for other, _ in known) for name in names}

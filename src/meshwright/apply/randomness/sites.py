@@ -23,7 +23,7 @@ from meshwright._torch_dispatch import draws_intercepted, draws_untouched, inter
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.chosen_rows import ChosenRows
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
-from meshwright.apply.randomness.known_dims import dims_of_call
+from meshwright.apply.randomness.known_dims import cut_in_turn, dims_of_call
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.row_places import has_other_rows, is_on_rows, place_in_rows, sizes_given
@@ -78,6 +78,11 @@ class StepDraws:
     def loops(self) -> dict[str, int]:
         """Draws for each sample, by the names of modules that draw in a loop over samples [count]."""
         return loops_of(self.dims)
+
+    @functools.cached_property
+    def cut_in_turn(self) -> dict[str, int]:
+        """Draws of modules whose cuts their numbers alone tell, by name [count]."""
+        return cut_in_turn(self.dims) if self.part else {}
 
     def again(self) -> StepDraws:
         """Return draws of the same numbers, which a look at the step may repeat: it leaves no marks, and tells nothing."""
@@ -252,7 +257,7 @@ class _InForward:
 
 
 def _check_loops(forward: ForwardDraws) -> None:
-    """Tell of modules that have not drawn for each sample in turn, as they did in the first batch."""
+    """Tell of modules that have not drawn in turn, as they did in the first batch."""
     step = _running.step
     if step is None:
         return
@@ -260,6 +265,12 @@ def _check_loops(forward: ForwardDraws) -> None:
         if forward.counts[name] not in (0, each * forward.num_samples):
             text = f"{called(name)} has not drawn {each} times for each sample, as with the first batch: "
             step.on_unknown(text + "its numbers may depend on the layout")
+    for name, number in step.cut_in_turn.items():
+        if forward.counts[name] not in (0, number):
+            step.on_unknown(
+                f"{called(name)} has drawn {forward.counts[name]} times, and {number} times with the first batch, inside of cut "
+                "layers and outside: which is which may be mistaken. Give each of these layers a dropout of its own"
+            )
 
 
 @contextlib.contextmanager

@@ -124,7 +124,8 @@ def apart_error(names: Sequence[str]) -> ApplyError:
         f"ranks have other values of {len(names)} parameters, '{names[0]}' for example: the script has written what each rank "
         "alone has computed, as a copy of the model gives that is trained on a rank's own share (Reptile, MAML)",
         fix="give such copies the whole batch on every rank, so that all write the same; or use a plan of tp alone, where ranks "
-        "have one batch; or train by model.step(batch) or model.backward(loss, weight=n), which exchange gradients",
+        "have one batch; or train by model.step(batch) or model.backward(loss, weight=n), which exchange gradients. Where "
+        "plan.reasons tell of draws (rng: ...), do first what they say",
     )
 
 
