@@ -54,3 +54,22 @@ def test_rows_that_were_all_chosen_before_are_not_taken_for_the_last_ones() -> N
     """In the first batch one expert gets all tokens, whose rows are the last ones that were chosen."""
     for found in testing.run_ranks(train, 2, "chosen first", "dp=2"):
         assert any("has no known sample dim" in reason for reason in found[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "told"),
+    [
+        (
+            "one dropout",
+            "pp=2",
+            "which other stages go by",
+        ),  # a branch of a layer on another stage draws more or less often
+        (
+            "one dropout of experts",
+            "dp=2",
+            "another layer runs now",
+        ),  # experts without tokens move on the number of a draw
+    ],
+)
+def test_one_dropout_of_layers_that_draw_as_often_as_values_say_is_told(name: str, line: str, told: str) -> None:
+    assert any(told in reason for found in testing.run_ranks(train, 2, name, line) for reason in found[2])

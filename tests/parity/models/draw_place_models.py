@@ -83,6 +83,36 @@ class ByKind(nn.Module):
         return self.last(x)
 
 
+class Experts(nn.Module):
+    """Experts that are called one after another, each with its tokens; those without any are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        """Return the result (samples, length, width)."""
+        flat, found = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
+        for kind in range(3):
+            rows = (kinds.flatten() == kind).nonzero()[:, 0]
+            if len(rows):
+                inner = self.drop(F.gelu(self.up[kind](flat[rows])))
+                found = found.index_add(0, rows, self.drop(self.down[kind](inner)))
+        return found.view_as(x)
+
+
+class OneDropout(ByKind):
+    """Such layers with one dropout for all."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        drop = nn.Dropout(0.2)
+        for layer in self.layers:
+            layer.drop = drop
+
+
 class Unpadded(nn.Module):
     """Layers over tokens without padding, and dropout between them.
 
@@ -120,8 +150,10 @@ class Unpadded(nn.Module):
 
 def _pattern(number: int, step: int, name: str) -> Tensor:
     rows, places = torch.arange(number)[:, None], torch.arange(LENGTH)
-    if name in ("branch", "branch later", "looped"):
+    if name in ("branch", "branch later", "looped", "one dropout"):
         return torch.full((number, LENGTH), int((step % 2 == 0) == (name != "branch later")))
+    if name == "one dropout of experts":
+        return (rows + places) % (3 if step == 0 else 1 + step % 2) + (step == 2)
     if name == "chosen first":
         return torch.full((number, LENGTH), 2) if step == 0 else (rows + places) % 3
     return torch.where(places < (rows * 3 + step) % LENGTH + 1, 0, 2) * (step > 0)
@@ -131,6 +163,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "branch": functools.partial(ByKind, Branch),
     "branch later": functools.partial(ByKind, Branch),
     "looped": functools.partial(ByKind, Looped),
+    "one dropout": functools.partial(OneDropout, Branch),
+    "one dropout of experts": functools.partial(OneDropout, Experts),
     "chosen first": functools.partial(ByKind, ChosenFirst),
     "unpadded function": functools.partial(Unpadded, "function"),
     "unpadded module": functools.partial(Unpadded, "module"),

@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -33,6 +34,22 @@ class Names:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._names: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}
+
+    @functools.cached_property
+    def shared(self) -> frozenset[str]:
+        """Names of modules that stand at several places of the model, as one dropout of all its layers does."""
+        places = Counter(id(child) for _, child in self._module.named_modules(remove_duplicate=False))
+        return frozenset(name for name, child in self._module.named_modules() if places[id(child)] > 1)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self._module.training
+
+    def runs_in_place_of(self, name: str) -> bool:
+        """Tell whether a module does not run, and one does that has its name but for numbers: the same part of another layer."""
+        running = set(self.running())
+        return name not in running and series_of(name) in map(series_of, running)
 
     def running(self) -> Iterator[str]:
         """Yield the names of the model's modules whose forwards are running, the innermost first."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from meshwright.apply.randomness.chosen_rows import is_around
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.sample_dims import Call
-from meshwright.apply.randomness.sites import StepDraws, running_draws
+from meshwright.apply.randomness.sites import StepDraws, called, running_draws
 
 __all__: list[str] = []
 
@@ -41,6 +42,31 @@ def pass_over_call(name: str, number: int, given: Sequence[Tensor]) -> None:
     for inner, count in step.inside.get((name, number), {}).items():
         for _ in range(count):
             _count_rows(step, forward, forward.next_call(inner), given, within=name)
+
+
+@contextlib.contextmanager
+def as_often_as_counted(name: str, number: int) -> Iterator[None]:
+    """Tell where a module's call inside the context draws another number of times than other stages count.
+
+    Args:
+        name: The module.
+        number: Its calls in this forward before this one [count].
+    """
+    drawn = running_draws()
+    if drawn is None or not drawn[0].inside or not drawn[0].names.is_training:
+        yield
+        return
+    step, forward = drawn
+    names, first = step.names.shared | step.of_several_calls(name), step.inside.get((name, number), {})
+    before = {inner: forward.counts[inner] for inner in names}
+    yield
+    for inner in names:
+        times = forward.counts[inner] - before[inner]
+        if times != first.get(inner, 0):
+            step.on_unknown(
+                f"{called(inner)} has drawn {times} times in a call of {called(name)}, and {first.get(inner, 0)} times with the "
+                "first batch, which other stages go by: its later numbers may depend on the layout"
+            )
 
 
 def _count_rows(

@@ -84,6 +84,11 @@ class StepDraws:
         """Draws of modules whose cuts their numbers alone tell, by name [count]."""
         return cut_in_turn(self.dims) if self.part else {}
 
+    def of_several_calls(self, name: str) -> frozenset[str]:
+        """Return the modules that draw inside of a module which a forward calls more than once; none for another module."""
+        calls = [found for (unit, _), found in self.inside.items() if unit == name]
+        return frozenset(inner for found in calls for inner in found) if len(calls) > 1 else frozenset()
+
     def again(self) -> StepDraws:
         """Return draws of the same numbers, which a look at the step may repeat: it leaves no marks, and tells nothing."""
         return StepDraws(self.text, self.names, self.dims, inside=self.inside, share=self.share, part=self.part)
@@ -129,6 +134,11 @@ class StepDraws:
         if dims is not None and sample is not None and not dims.loop:
             dims = None  # another kind of draw than the first batch made in this turn
         if dims is not None and dims.follows is not None:
+            if name in self.names.shared and not is_in_backward() and self.names.runs_in_place_of(dims.follows):
+                self.on_unknown(
+                    f"draw {number} of {called(name)} ({kind}) follows rows of {called(dims.follows)} with the first batch, and "
+                    "another layer runs now: it may depend on the layout. Give each layer a dropout of its own"
+                )
             slicing = _running.slicing
             place = place_in_rows(call, forward, shape, dims, names=self.names, text=self.text, slicing=slicing)
             if place is not None:

@@ -64,7 +64,7 @@ from meshwright.apply.pipeline.walking.written import (
     versions_of,
     written_tensors,
 )
-from meshwright.apply.randomness.passed_over import pass_over_call, pass_over_draw
+from meshwright.apply.randomness.passed_over import as_often_as_counted, pass_over_call, pass_over_draw
 from meshwright.apply.randomness.row_choices import note_elsewhere
 from meshwright.apply.recompute.checkpointing import checkpoint_inside
 from meshwright.python_state import PythonState
@@ -161,7 +161,8 @@ class StageForward(Bookkeeping):
                 given += tensors_of_call(args, kwargs, places_of_call(args, kwargs))
             versions = versions_of(given) if stage == self.stage else []
         if stage == self.stage:
-            outputs = self._run_unit(module, forward, args, kwargs)
+            with as_often_as_counted(name, self._calls[name] - 1):
+                outputs = self._run_unit(module, forward, args, kwargs)
             with without_function_modes():
                 outputs = self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
             return self._with_numbers_noted(name, outputs)
