@@ -169,8 +169,10 @@ def load_wrong_state(plan: str, other: str) -> list[str]:
 def skip_a_step(plan: str, bad: float) -> tuple[list[bool], bool, str, int]:
     """Return which of four steps were skipped, whether all that is kept is finite, a digest, and what was kept at the skip."""
 
+    is_hit: list[bool] = []
+
     def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
-        return losses.cross_entropy(outputs, batch) * (bad if int(batch[0][0, 0]) == 39 else 1.0)
+        return losses.cross_entropy(outputs, batch) * (bad if is_hit and int(batch[0][0, 0]) == 39 else 1.0)
 
     make = functools.partial(torch.optim.SGD, lr=0.3)
     skipped = []
@@ -179,8 +181,7 @@ def skip_a_step(plan: str, bad: float) -> tuple[list[bool], bool, str, int]:
         for seed in range(4):
             ids, labels = language(6, seed)
             ids[:, 0] = 39 if seed == 2 else 3
-            if seed == 2 and model.dp_rank:  # one rank alone has it
-                ids[:, 0] = 3
+            is_hit[:] = [] if model.dp_rank else [True]  # one rank alone has it
             skipped.append(model.step(mw.split_batch((ids, labels), model)).skipped)
             kept = len(model.engine.compression_state()) if seed == 2 else kept
         finite = all(bool(tensor.isfinite().all()) for tensor in model.engine.compression_state().values())

@@ -68,8 +68,8 @@ def refusal_of_taken(plan: str) -> tuple[str, str | None]:
     torch.manual_seed(0)
     build: Any = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.LayerNorm(4)).double()  # noqa: E731
     model = mw.apply_plan(build, plan, loss_fn=lambda outputs, _: outputs.square().mean())
-    batch = (torch.randn(4, 4, dtype=torch.float64), torch.zeros(4))
-    share = mw.split_batch(batch, model)
+    inputs = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    share = mw.split_batch((inputs, torch.zeros(4)), model)
     model.stepper.prepare(share)
     for name, parameter in model.named_parameters():
         if name == "0.weight":
