@@ -29,8 +29,8 @@ _FILES = (
     *("presets", "sent_bytes", "probe", "foreseen_stages"),
 )
 # The largest models, eight ranks of tensor parallelism, where compressed training ends, which is no question of the transport,
-# and what starts gloo by itself.
-_NAMES = ("hf_", "wide", "style_", "many_ranks", "training_ends", "without_shared_memory")
+# what starts gloo by itself, and a rank that is interrupted and lives on, as in the pool: the limit alone ends the others there.
+_NAMES = ("hf_", "wide", "style_", "many_ranks", "training_ends", "without_shared_memory", "interrupted_in_its_forward")
 
 
 def is_over_gloo() -> bool:
