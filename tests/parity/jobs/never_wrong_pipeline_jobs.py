@@ -21,19 +21,13 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
 )
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, SumsUp, growing_batch
 from tests.parity.jobs.never_wrong_pipeline_reads import (
-    CountedSizes,
     DeepCache,
     FirstReads,
     Installs,
     ReadsInside,
     ReadsTheLast,
-    RegisteredReads,
     Replaces,
-    SetsNumber,
     SharedVector,
-    SizedLast,
-    SizedResults,
-    TellsNumbers,
     Unchanged,
     WritesParts,
     replaced_when_built,
@@ -63,6 +57,14 @@ from tests.parity.jobs.never_wrong_pipeline_states import (
     square,
     switch_everywhere,
     with_aux,
+)
+from tests.parity.jobs.never_wrong_pipeline_told import (
+    CountedSizes,
+    RegisteredReads,
+    SetsNumber,
+    SizedLast,
+    SizedResults,
+    TellsNumbers,
 )
 from tests.parity.jobs.never_wrong_pipeline_ways import (
     AsksDtype,

@@ -125,3 +125,17 @@ def cut_in_turn(known: Mapping[Call, SiteDims]) -> dict[str, int]:
         parts.setdefault((name, dims.site), set()).add((dims.cut, dims.on_stream, dims.is_apart))
     names = {name for (name, _), found in parts.items() if len(found) > 1}
     return {name: sum(other == name for other, _ in known) for name in names}
+
+
+def of_several_calls(inside: Mapping[Call, Mapping[str, int]]) -> dict[str, frozenset[str]]:
+    """Return the modules that draw inside of each module which a forward calls more than once, by its name.
+
+    Args:
+        inside: Draws of each module during a call of another, by that call [count].
+    """
+    found: dict[str, list[Mapping[str, int]]] = {}
+    for (name, _), drawn in inside.items():
+        found.setdefault(name, []).append(drawn)
+    return {
+        name: frozenset(inner for drawn in calls for inner in drawn) for name, calls in found.items() if len(calls) > 1
+    }

@@ -57,7 +57,7 @@ def as_often_as_counted(name: str, number: int) -> Iterator[None]:
         yield
         return
     step, forward = drawn
-    names, first = step.names.shared | step.of_several_calls(name), step.inside.get((name, number), {})
+    names, first = step.names.shared | step.of_several_calls.get(name, frozenset()), step.inside.get((name, number), {})
     before = {inner: forward.counts[inner] for inner in names}
     yield
     for inner in names:

@@ -23,7 +23,7 @@ from meshwright._torch_dispatch import draws_intercepted, draws_untouched, inter
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.chosen_rows import ChosenRows
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
-from meshwright.apply.randomness.known_dims import cut_in_turn, dims_of_call
+from meshwright.apply.randomness.known_dims import cut_in_turn, dims_of_call, of_several_calls
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.row_places import has_other_rows, is_on_rows, place_in_rows, sizes_given
@@ -84,10 +84,10 @@ class StepDraws:
         """Draws of modules whose cuts their numbers alone tell, by name [count]."""
         return cut_in_turn(self.dims) if self.part else {}
 
-    def of_several_calls(self, name: str) -> frozenset[str]:
-        """Return the modules that draw inside of a module which a forward calls more than once; none for another module."""
-        calls = [found for (unit, _), found in self.inside.items() if unit == name]
-        return frozenset(inner for found in calls for inner in found) if len(calls) > 1 else frozenset()
+    @functools.cached_property
+    def of_several_calls(self) -> dict[str, frozenset[str]]:
+        """Modules that draw inside of a module which a forward calls more than once, by its name."""
+        return of_several_calls(self.inside)
 
     def again(self) -> StepDraws:
         """Return draws of the same numbers, which a look at the step may repeat: it leaves no marks, and tells nothing."""
