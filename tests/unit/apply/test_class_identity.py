@@ -139,6 +139,61 @@ def test_other_comparisons_are_not(ask: Any) -> None:
     refuse_class_identity(Asking(ask), [], mw.Plan(tp=2))
 
 
+class Plain(nn.Module):
+    """Calls a method that a class beside it has in another form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.predict(x)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return x
+
+    def task(self) -> str:
+        return "detect" if isinstance(self, Detecting) else "classify"
+
+
+class Detecting(Plain):
+    """Asks for a class where it predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(2, 2)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return x + 1 if type(self.block) is Block else x
+
+
+class Making(Plain):
+    """Predicts by a module that it makes."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        return Detecting().predict(x)
+
+
+HELD = [Detecting()]
+
+
+class Holding(Plain):
+    """Predicts by a module that stands outside of it."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        return HELD[0].predict(x)
+
+
+def test_a_method_of_a_class_that_no_module_has_does_not_ask() -> None:
+    module = Plain()
+    module.block = Block(2, 2)
+    refuse_class_identity(module, [], mw.Plan(tp=2))
+
+
+@pytest.mark.parametrize("kind", [Detecting, Making, Holding])
+def test_a_method_of_a_class_that_is_used_asks(kind: type[nn.Module]) -> None:
+    module = kind()
+    module.add_module("block", Block(2, 2))
+    with pytest.raises(mw.ApplyError, match=r"Detecting\.predict"):
+        refuse_class_identity(module, [], mw.Plan(tp=2))
+
+
 def test_a_subclass_is_equal_to_the_users_class() -> None:
     kind = with_forward(subclass_with(Block, {}), lambda _, x: x)
     assert users_class(kind) is Block
