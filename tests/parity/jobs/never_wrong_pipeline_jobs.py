@@ -59,6 +59,7 @@ from tests.parity.jobs.never_wrong_pipeline_states import (
     with_aux,
 )
 from tests.parity.jobs.never_wrong_pipeline_told import (
+    BehindThreshold,
     CountedSizes,
     RegisteredReads,
     SetsNumber,
@@ -280,6 +281,7 @@ SCRIPTS: dict[str, Script] = {
     "counted_sizes": Script(CountedSizes, evaluates=(1,)),
     "sized_results": Script(SizedResults, evaluates=(1,)),
     "tells_numbers": Script(TellsNumbers, evaluates=(1,)),
+    "behind_threshold": Script(BehindThreshold, evaluates=(1,), steps=4),
     "sized_last": Script(SizedLast),
     "sets_number": Script(SetsNumber),
     "registered_reads": Script(RegisteredReads, evaluates=(1,)),

@@ -89,6 +89,38 @@ class TellsNumbers(nn.Module):
         return h + (h[:, : found["longest"]].sum(1) / found["longest"] * 0.0)[:, None]
 
 
+class _Warms(nn.Module):
+    """Returns other keys, nothing in place of a tensor, and a tensor without gradients, once its number has left one a little.
+
+    None of the values that stand in for its number's is as near, so that only another answer shows the branch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.level = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor | None]:
+        h, moved = self.line(x) * self.level, (self.level - 1.0).abs()
+        if 1e-12 < moved < 0.1:
+            return {"h": h, "warm": h.detach(), "rest": None}
+        return {"h": h, "cold": h, "rest": h}
+
+
+class BehindThreshold(nn.Module):
+    """Code on later stages that asks what kind of results a layer has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warms, self.blocks = _Warms(), nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.warms(x)
+        h, side = found["h"], found["warm"] if "warm" in found else found["cold"]
+        for block in self.blocks:
+            h = block(h)
+        return h * (1.0 + (found["rest"] is None) + 0.5 * side.requires_grad) + 0.1 * side
+
+
 class SetsNumber(nn.Module):
     """A layer that keeps a number of its values as an attribute, which code between layers uses by a method."""
 

@@ -84,3 +84,47 @@ def test_a_function_that_raises_on_zeros_has_a_shape() -> None:
     found, needs_numbers = find_of_function(_inverse, (_elsewhere(3, 4),), {}, 1)
     assert needs_numbers
     assert found.shape == (3, 4)
+
+
+class Counts(nn.Module):
+    """Reads numbers of its values in several ways; `asks` says which."""
+
+    def __init__(self, asks: str) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def forward(self, x: Tensor, limit: Tensor) -> tuple[Tensor, str]:
+        return x, "many" if self._is_many(x, limit) else "few"
+
+    def _is_many(self, x: Tensor, limit: Tensor) -> bool:
+        match self.asks:
+            case "number":
+                return int((x > 0).sum()) > 50
+            case "float":
+                return x.norm().item() > 1e3
+            case "tensor":
+                return bool((x > 0).sum() > 50)
+            case "list":
+                return (x > 0).sum(0).tolist()[0] > 50
+            case "written":
+                found = torch.zeros(())
+                found.add_((x > 0).sum())
+                return bool(found > 50)
+            case "loop":
+                rest, turns = x.abs().sum() / 1e9, 0
+                while rest > 1.0:
+                    rest, turns = rest / 2, turns + 1
+                return turns > 3
+            case _:
+                return bool(limit.sum() > 50)  # of a tensor that every stage has
+
+
+@pytest.mark.parametrize(
+    ("asks", "kinds"),
+    [(asks, {"few", "many"}) for asks in ("number", "float", "tensor", "list", "written", "loop")]
+    + [("limit", {"few"})],
+)
+def test_a_branch_behind_a_threshold_is_tried(asks: str, kinds: set[str]) -> None:
+    layer = Counts(asks)
+    found, _ = _shapes_of(layer).guesses("", layer, (_elsewhere(3, 4), torch.ones(3)), {})
+    assert {guess.results[1] for guess in found} == kinds

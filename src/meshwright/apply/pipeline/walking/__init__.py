@@ -9,6 +9,7 @@ unit_hooks       dispatch of layer calls to the walk
 user_hooks       users' hooks on layers
 shapes           output shapes of other stages' calls, cached per call
 without_numbers  code run on fake tensors, or on made-up values where it needs some
+other_answers    other numbers where the code of a call reads made-up ones
 remembered       a call of another stage: its results and its writes
 told_results     layers whose results hold what values decide, beside numbers in tensors
 written          tensors that a layer leaves beside its results

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.tracing.scene import DEEP, Path, Scene, substitute_call
+from meshwright.apply.pipeline.walking.other_answers import Answers, Place, other_answers
 from meshwright.apply.pipeline.walking.remembered import Encoder, Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
@@ -112,14 +113,30 @@ class Shapes:
         """Run a unit's call on several values in place of its parameters and of other units' tensors.
 
         Returns:
-            What it gives for each, and the attributes without tensors that it changes for any, as (place, key).
+            What it gives for each, and where its code reads other numbers of them; and the attributes without tensors that it
+            changes for any, as (place, key).
         """
         scene, module, run = self._prepare(name, module, type(module).forward, args, kwargs)
         generators, found, changed = PythonState(), list[Known](), set[tuple[Path, Any]]()
-        for make in TRIED:
-            with contextlib.suppress(Exception):
-                found.append(_run_watched(scene, run, (args, kwargs), module, make, changed=changed))
-            generators.restore()
+        read: dict[Place, None] = {}
+
+        def guess(make: Callable[[Meta], Tensor], answers: Answers) -> bool:
+            try:
+                found.append(_run_watched(scene, run, (args, kwargs), module, make, changed=changed, answers=answers))
+            except Exception:  # noqa: BLE001 - code may raise anything on values that do not fit it
+                return False
+            finally:
+                generators.restore()
+            return True
+
+        fits = zeros_like_meta
+        for make in reversed(TRIED):
+            answers = Answers()
+            if guess(make, answers):
+                fits = make
+            read.update(answers.read)
+        for answers in other_answers(read):
+            guess(fits, answers)
         return found, changed
 
     def _prepare(
@@ -257,6 +274,7 @@ def _run_watched(
     make: Callable[[Meta], Tensor],
     *,
     changed: set[tuple[Path, Any]] | None = None,
+    answers: Answers | None = None,
 ) -> Known:
     """Run a call with `make` applied to other stages' tensors, and restore everything it changed.
 
@@ -267,14 +285,18 @@ def _run_watched(
         module: Whose call it is.
         make: Makes a tensor from a description.
         changed: Is extended by attributes without tensors that it changed, as (place, key).
+        answers: Follows the tensors that are made up.
     """
     made: dict[int, Tensor] = {}
+    unknown: set[int] = set()
 
     def stand_in(tensor: Tensor) -> Tensor:
         value = value_of(tensor)
         if value is None and isinstance(tensor, nn.Parameter):
             return tensor
         if id(tensor) not in made:
+            if value is not None:
+                unknown.add(id(tensor))
             if value is not None or make is make_fake:
                 made[id(tensor)] = make(Meta.of(tensor if value is None else value.any))
             else:
@@ -288,7 +310,10 @@ def _run_watched(
         versions = [tensor._version for tensor in given]
         memory = contextlib.nullcontext() if make is make_fake else _laid_out(module, make)
         hooks = hooks_put_back(module.modules())
-        with no_cached_tensors(module), _own_buffers(module), hooks, _absent_listed(module), memory:
+        if answers is not None:
+            answers.made_up([*module.parameters(), *(made[key] for key in unknown)])
+        following = contextlib.nullcontext() if answers is None else answers
+        with no_cached_tensors(module), _own_buffers(module), hooks, _absent_listed(module), memory, following:
             results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
         writes = [

@@ -7,6 +7,7 @@ the first stage, which tells the others each time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import types
 import zlib
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.tracing.reads import looks_at_values
@@ -102,7 +104,7 @@ def _alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Meta):
-        return (one.shape, one.dtype) == (other.shape, other.dtype)
+        return (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
     if isinstance(one, dict):
         return list(one) == list(other) and all(_alike(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -133,9 +135,11 @@ def from_bytes(data: bytes, guess: Known) -> Known:
 
 
 def numbers_in(tree: Any) -> Iterator[float]:
-    """Yield what results hold beside numbers in tensors: sizes, Python numbers, texts and lengths, in containers too."""
+    """Yield what results hold beside numbers in tensors: sizes, dtypes, Python numbers, texts and lengths, in containers too."""
     if isinstance(tree, Tensor):
         yield from tree.shape
+        yield tree.requires_grad
+        yield _number_of_dtype(tree.dtype)
     elif isinstance(tree, (list, tuple)):
         yield len(tree)
         for item in tree:
@@ -150,3 +154,8 @@ def numbers_in(tree: Any) -> Iterator[float]:
         yield zlib.crc32(tree.encode())
     else:
         yield tree is None
+
+
+@functools.cache
+def _number_of_dtype(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
