@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-__all__ = ["watch_collectives"]
+__all__ = ["hide_default_group", "watch_collectives"]
 
 
 def watch_collectives(look: Callable[[FrameType], None]) -> None:
@@ -32,3 +32,21 @@ def watch_collectives(look: Callable[[FrameType], None]) -> None:
 
     watched._meshwright_looks = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     distributed_c10d._rank_not_in_group = watched
+
+
+def hide_default_group(hides: Callable[[FrameType], bool]) -> None:
+    """Have `torch.distributed.is_initialized()` say no where a function says so of the frame that asks.
+
+    It stays torch's own function, which looks up one class property: code may have taken it out of its module before.
+    """
+    torchs, asking = distributed_c10d._WorldMeta.WORLD, distributed_c10d.is_initialized.__code__
+    if hasattr(torchs.fget, "_meshwright_hides"):
+        return
+
+    def default_group(kind: type) -> Any:
+        frame = sys._getframe(1)
+        caller = frame.f_back if frame.f_code is asking else None
+        return None if caller is not None and hides(caller) else torchs.__get__(kind)
+
+    default_group._meshwright_hides = True  # pyright: ignore[reportFunctionMemberAccess]
+    distributed_c10d._WorldMeta.WORLD = torchs.getter(default_group)  # pyright: ignore[reportAttributeAccessIssue]

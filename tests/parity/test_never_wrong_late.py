@@ -98,6 +98,14 @@ def test_a_models_own_collective_is_refused(line: str) -> None:
     _refused(testing.run_outcomes(mixing.reduced, 2, line), word="calls torch.distributed.all_reduce (")
 
 
+@pytest.mark.parametrize("kind", ["Asking", "Choosing"])
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2", "pp=2,micro_batches=2"])
+def test_a_model_that_asks_for_a_group_is_one_devices(line: str, kind: str) -> None:
+    (expected,) = testing.run_ranks(mixing.reduced, 1, "single", kind)
+    for losses in testing.run_ranks(mixing.reduced, 2, line, kind):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2"])
 def test_a_model_that_mixes_samples_of_batches_with_another_key_is_refused_at_that_step(line: str) -> None:
     _refused(testing.run_outcomes(mixing.mixed_where_masked, 2, line), word="mixes the samples of a batch")

@@ -1,16 +1,21 @@
-"""Collectives that a model's own code calls: refused by name where a plan runs that code.
+"""A model's own code and torch.distributed: it is told that there is no group, as on one device, and its collectives are refused.
 
 A plan runs a model on parts of a batch, and some ranks run it alone: to try out the loss, to find what can be cut. A collective
 inside of it would wait for ranks that are elsewhere, or add what the plan adds as well; one of the same size as the plan's own
 would get other numbers. torch's own layers and optimizers are left alone (SyncBatchNorm), and so is all that a script calls
 outside of its model and its loss.
+
+Layers that gather over ranks by themselves, or choose other layers, where `torch.distributed.is_initialized()` come to one
+device's numbers where it says no: in a module's constructor, in its forward, and in the loss.
 """
 
 from __future__ import annotations
 
 from types import FrameType
 
-from meshwright._torch_collectives import watch_collectives
+from torch import nn
+
+from meshwright._torch_collectives import hide_default_group, watch_collectives
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -32,6 +37,34 @@ _IN_USERS_NAME = ("torch.distributed.nn", "torch.distributed._functional_collect
 def refuse_in_models() -> None:
     """Have collectives of torch.distributed refuse to be called by a model's or a loss's code while a plan runs it."""
     watch_collectives(_refuse_inside)
+
+
+def hide_from_models() -> None:
+    """Have `torch.distributed.is_initialized()` say no to a model's or a loss's code while a plan builds or runs it."""
+    hide_default_group(_is_of_a_model)
+
+
+def _is_of_a_model(frame: FrameType) -> bool:
+    """Tell whether an engine runs the code that asks for a group, or it is a module's constructor that a plan has called."""
+    if _module_of(frame).startswith(("torch.", "meshwright.")):
+        return False
+    asking, in_module = frame, False
+    while True:
+        in_module = in_module or _constructs_a_module(asking)
+        if _module_of(asking).startswith("torch.optim"):
+            return False
+        if _module_of(asking).startswith(_ENGINE):
+            return in_module or not _module_of(asking).startswith(_BUILDING)
+        if asking.f_back is None:
+            return False
+        asking = asking.f_back
+
+
+def _constructs_a_module(frame: FrameType) -> bool:
+    code = frame.f_code
+    if code.co_name != "__init__" or not code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module)
 
 
 def _refuse_inside(called: FrameType) -> None:
@@ -61,8 +94,8 @@ def _refuse_inside(called: FrameType) -> None:
     raise ApplyError(
         f"the model or its loss calls torch.distributed.{name} ({caller.f_code.co_filename}:{caller.f_lineno}) while a plan "
         "runs it: ranks run that code on parts of a batch, and some of them alone",
-        fix="leave it out there, since a plan adds gradients and losses of all ranks by itself (a library that asks "
-        "torch.distributed.is_initialized() mostly has a flag for it); rows of all ranks come from mw.gather_batch(rows)",
+        fix="leave it out there, since a plan adds gradients and losses of all ranks by itself; rows of all ranks come from "
+        "mw.gather_batch(rows)",
     )
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.parity.jobs.late_jobs import BLOCKS, Block, batch, build, mean, sgd
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 
 import meshwright as mw
 
@@ -102,20 +103,43 @@ def mixed_where_masked(plan: str) -> None:
 class Reducing(Block):
     """A block that centres its input over the batches of all processes, as code does that knows of several."""
 
+    asks = False
+
     def forward(self, x: Tensor) -> Tensor:
-        if dist.is_initialized():
+        if not self.asks or is_initialized():
             mean_of_all = x.detach().mean(0)
             dist.all_reduce(mean_of_all)
             x = x - mean_of_all / dist.get_world_size()
         return super().forward(x)
 
 
-def reduced(plan: str) -> None:
-    """Take a step with a model whose code calls a collective, after a script has called one."""
-    BLOCKS["Reducing"] = Reducing
-    model = mw.apply_plan(build("Reducing"), plan, loss_fn=mean, optimizer=sgd)
+class Asking(Reducing):
+    """The like, where there are several."""
+
+    asks = True
+
+
+class Choosing(Reducing):
+    """A block that chooses so when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduces = dist.is_available() and is_initialized()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.reduces else Block.forward(self, x)
+
+
+BLOCKS.update({kind.__name__: kind for kind in (Reducing, Asking, Choosing)})
+
+
+def reduced(plan: str, kind: str = "Reducing") -> list[float]:
+    """Return the losses of steps with a model whose code calls a collective, after a script has called one."""
+    model = mw.apply_plan(lambda: build(kind), plan, loss_fn=mean, optimizer=sgd)
     dist.all_reduce(torch.ones(1))
-    model.step(mw.split_batch(batch(0), model))
+    losses = [model.step(mw.split_batch(batch(step), model)).loss for step in range(3)]
+    assert dist.is_initialized()
+    return losses
 
 
 def scaled_later(plan: str) -> list[float]:

@@ -14,7 +14,7 @@ import torch.distributed.nn.functional as with_gradients
 from torch.distributed import distributed_c10d
 
 import meshwright as mw
-from meshwright.run.model_collectives import _refuse_inside, refuse_in_models
+from meshwright.run.model_collectives import _refuse_inside, hide_from_models, refuse_in_models
 
 
 def _module(name: str, source: str, **names: Any) -> dict[str, Any]:
@@ -98,6 +98,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     refuse_in_models()
+    hide_from_models()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -133,3 +134,40 @@ def test_a_model_may_ask_for_its_rank_and_torchs_functions_stay_its_own(group: N
     _calls("meshwright.run.step", ask["call"])()
     for name in ("isend", "irecv", "all_reduce"):
         assert getattr(dist, name) is getattr(distributed_c10d, name)
+
+
+_ASKS = "def call():\n    assert asks() is wanted"
+_MODULE = """
+class Layer(Module):
+    def __init__(self):
+        assert asks() is wanted
+"""
+
+
+@pytest.mark.parametrize(
+    ("chain", "wanted"),
+    [
+        (["script"], True),
+        (["meshwright.run.step", "torch.nn.modules.module", "library.model"], False),
+        (["meshwright.apply.pipeline.engine", "script"], False),
+        (["meshwright.run.step", "library.model", "torch.nn.modules.batchnorm"], True),
+        (["meshwright.run.step", "torch.optim.optimizer", "library.optimizer"], True),
+        (["meshwright.run.parallel_model", "meshwright.comm.communicator"], True),
+        (["meshwright.run.building.paged_build", "script"], True),
+    ],
+)
+@pytest.mark.parametrize("asks", [dist.is_initialized, "by a helper"])
+def test_models_code_sees_no_group(chain: list[str], wanted: bool, asks: Any, group: None) -> None:
+    if asks is not dist.is_initialized:
+        asks = _module(chain[-1], "def call():\n    return asks()", asks=dist.is_initialized)["call"]
+    call = _module(chain[-1], _ASKS, asks=asks, wanted=wanted)["call"]
+    for name in reversed(chain[:-1]):
+        call = _calls(name, call)
+    call()
+    assert dist.is_initialized()
+
+
+@pytest.mark.parametrize(("engine", "wanted"), [("meshwright.run.building.paged_build", False), ("script", True)])
+def test_a_modules_constructor_sees_none_where_a_plan_builds_it(engine: str, wanted: bool, group: None) -> None:
+    names = {"asks": dist.is_initialized, "wanted": wanted, "Module": torch.nn.Module}
+    _calls(engine, _calls("script", _module("library.model", _MODULE, **names)["Layer"]))()
