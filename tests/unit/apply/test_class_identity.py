@@ -180,13 +180,38 @@ class Holding(Plain):
         return HELD[0].predict(x)
 
 
+class Taking(Plain):
+    """Has taken the method of another class."""
+
+    predict = Detecting.predict
+
+
+class Wrapping(Plain):
+    """Predicts by the method of another class, which a helper holds."""
+
+    predict = functools.partialmethod(Detecting.predict)
+
+
+def _given(method: Any) -> Any:
+    def predict(self: Any, x: Tensor) -> Tensor:
+        return method(self, x)
+
+    return predict
+
+
+class Closing(Plain):
+    """The like, in a closure."""
+
+    predict = _given(Detecting.predict)
+
+
 def test_a_method_of_a_class_that_no_module_has_does_not_ask() -> None:
     module = Plain()
     module.block = Block(2, 2)
     refuse_class_identity(module, [], mw.Plan(tp=2))
 
 
-@pytest.mark.parametrize("kind", [Detecting, Making, Holding])
+@pytest.mark.parametrize("kind", [Detecting, Making, Holding, Taking, Wrapping, Closing])
 def test_a_method_of_a_class_that_is_used_asks(kind: type[nn.Module]) -> None:
     module = kind()
     module.add_module("block", Block(2, 2))

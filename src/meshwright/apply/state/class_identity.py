@@ -50,7 +50,7 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
         line = next(
             (line for code in _codes_of(function.__code__) for line in _asking_lines(code, function, kinds)), None
         )
-        if line is not None and not _is_of_an_unused_class(function, module, outside, names):
+        if line is not None and not _is_of_unused_classes(function, module, outside, names):
             raise ApplyError(
                 f"'{function.__qualname__}' ({function.__code__.co_filename}:{line}) asks by `is` which class an object has; "
                 f"the plan '{plan}' gives modules a subclass of their class, which is equal to it but not the same object",
@@ -58,8 +58,8 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
             )
 
 
-def _is_of_an_unused_class(function: types.FunctionType, module: nn.Module, outside: Outside, names: set[str]) -> bool:
-    """Tell whether a function is a method of a module's class of which the step has no object, and which no code names.
+def _is_of_unused_classes(function: types.FunctionType, module: nn.Module, outside: Outside, names: set[str]) -> bool:
+    """Tell whether a function is a method of modules' classes alone of which the step has no object, and which no code names.
 
     Args:
         function: The function, found by its name alone: a class beside the model's own may have a method of the same name.
@@ -67,15 +67,13 @@ def _is_of_an_unused_class(function: types.FunctionType, module: nn.Module, outs
         outside: What its code reaches.
         names: The names that the step's code looks up.
     """
-    owner: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split(".")[:-1]:
-        owner = getattr(owner, name, None)
-    if not (isinstance(owner, type) and issubclass(owner, nn.Module)):
+    owners = outside.classes_of(function)
+    if not owners or not all(issubclass(owner, nn.Module) for owner in owners):
         return False
     held = [module, *(vars(child) for child in module.modules()), *(value for _, _, value in outside.variables())]
-    if any(issubclass(type(value), owner) for value in independent(held, ()).values()):
+    if any(issubclass(type(value), tuple(owners)) for value in independent(held, ()).values()):
         return False
-    return names.isdisjoint(kind.__name__ for kind in _with_subclasses(owner))
+    return names.isdisjoint(kind.__name__ for owner in owners for kind in _with_subclasses(owner))
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

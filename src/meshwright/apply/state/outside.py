@@ -72,6 +72,8 @@ class Outside:
         self._seen: set[int] = set()
         self._values: list[Any] = []
         self._functions: list[Any] = []  # kept alive, so that no other object gets a seen id
+        self._owners: dict[int, list[type]] = {}
+        self._found_alone: set[int] = set()
         self._classes: list[type] = []
         self._others: list[nn.Module] = []
         self.home = Home(module, functions)
@@ -114,9 +116,12 @@ class Outside:
             self._seen.add(id(base))
             for value in list(vars(base).values()):
                 inner = [value.fget, value.fset] if isinstance(value, property) else [value]
+                if isinstance(value, (functools.partialmethod, functools.cached_property)):
+                    inner = [value.func]
                 for function in [getattr(item, "__func__", item) for item in inner]:
                     if isinstance(function, types.FunctionType):
-                        self._look_at_callable(function)
+                        self._owners.setdefault(id(function), []).append(base)
+                        self._look_at_callable(function, is_method=True)
             if not self.home.is_foreign(base.__module__):
                 self._classes.append(base)
 
@@ -127,7 +132,9 @@ class Outside:
                 if not isinstance(vars(kind)[name], (types.FunctionType, property, classmethod, staticmethod)):
                     self._slot(_OfClass(kind), name, f"{kind.__name__}.{name}", kind)
 
-    def _look_at_callable(self, value: Any) -> None:
+    def _look_at_callable(self, value: Any, *, is_method: bool = False) -> None:
+        if not is_method:
+            self._found_alone.add(id(value))
         if id(value) in self._seen or len(self._seen) > _MAX_FUNCTIONS:
             return
         if isinstance(value, functools.partial):
@@ -253,6 +260,10 @@ class Outside:
     def functions(self) -> list[types.FunctionType]:
         """The functions whose code was searched."""
         return [function for function in self._functions if isinstance(function, types.FunctionType)]
+
+    def classes_of(self, function: Any) -> list[type]:
+        """Return the classes that a function was found in as a method; none where it was found in another way as well."""
+        return [] if id(function) in self._found_alone else self._owners.get(id(function), [])
 
     def variables(self) -> list[tuple[str, str, Any]]:
         """Return name, full name and value of each variable that the code looks up."""
