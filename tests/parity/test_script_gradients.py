@@ -77,3 +77,17 @@ def test_gradients_that_ranks_write_alike_are_one_devices(plan: str) -> None:
     for change, times in (("clamp", 1), ("scale", 1), ("clamp", 2), ("scale", 2)):
         for found in testing.run_ranks(jobs.written_under, 2, plan, change, times):
             testing.assert_parity(found, jobs.written_plain(change, times), FLOAT64)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=1", "tp=2"])
+def test_a_limit_of_the_norm_that_depends_on_the_rank_is_refused_before_the_step(plan: str) -> None:
+    for outcome in testing.run_outcomes(jobs.clip_in_other_ways, 2, plan, ((0.5,), (0.01,))):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "rank 0: clip_grad_norm(0.5); rank 1: clip_grad_norm(0.01)" in str(outcome.error)
+    first, second = testing.run_ranks(jobs.clip_in_other_ways, 2, plan, ((0.5, 0.1), (0.5, 0.1)))
+    assert first == second
+
+
+def test_a_rank_that_clips_nothing_is_refused_where_ranks_hold_whole_gradients() -> None:
+    for outcome in testing.run_outcomes(jobs.clip_in_other_ways, 2, "dp=2", ((0.5,), ())):
+        assert "rank 0: clip_grad_norm(0.5); rank 1: no call" in str(outcome.error)

@@ -164,7 +164,10 @@ class PlanStrategy(SingleDeviceStrategy):
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:  # noqa: ARG002 - its signature
         """Clip each entry of the whole model's gradient, on the rank that has it."""
-        for holder in (self.parallel_of(module) or self._planned()).engine.gradient_holders():
+        model = self.parallel_of(module) or self._planned()
+        if model.stepper.gate.own is not None:
+            model.stepper.gate.own.note_clip(f"clip_gradients(clip_val={float(clip_val)})")
+        for holder in model.engine.gradient_holders():
             if holder.grad is not None:
                 values_of(holder.grad).clamp_(-float(clip_val), float(clip_val))
 

@@ -49,6 +49,10 @@ class StepsByHand(Protocol):
         """Take over what the optimizer has written."""
         ...
 
+    def note_clip(self, call: str) -> None:
+        """Note a call that clips the gradient on each rank by itself."""
+        ...
+
 
 class OptimizerGate:
     """Allows an optimizer to step only inside `Stepper.step`, or on gradients of `model.backward`, once it is shut.

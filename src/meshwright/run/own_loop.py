@@ -216,8 +216,7 @@ class OwnLoop:
             self.stepper.gate.has_own_gradients, self._norm_is_finite = True, False
             return _backward_alone(loss, retain_graph=retain_graph)
         self._on_phase("backward")
-        value = loss.sum if isinstance(loss, Loss) else loss
-        graph = graph_of([value])
+        graph = graph_of([value := loss.sum if isinstance(loss, Loss) else loss])
         if self.is_over_several_batches and not isinstance(loss, Loss):
             self._tell(OWN_MEAN)
         work = OwnBackward(self, loss, weight, graph, sorted(_LIVE, key=lambda loop: loop.number))
@@ -287,8 +286,9 @@ class OwnLoop:
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the whole gradient to a norm of at most `max_norm`, and return its norm before."""
-        if not max_norm > 0:
-            raise ConfigError(f"max_norm must be above 0, it is {max_norm}", fix="leave the call out to clip nothing")
+        if isinstance(max_norm, str) or max_norm is None or not max_norm > 0:
+            raise ConfigError(f"max_norm must be above 0, it is {max_norm!r}", fix="leave the call out to clip nothing")
+        self.note_clip(f"clip_grad_norm({float(max_norm)})")
         engine = self.engine
         norm = engine.norm_of_squares()
         is_untouched = not self._gradients_left.are_written()
@@ -297,6 +297,10 @@ class OwnLoop:
             self._gradients_left.leave()
         self._norm_is_finite = math.isfinite(norm.item())
         return norm.item()
+
+    def note_clip(self, call: str) -> None:
+        """Note a call that clips the gradient; ranks compare theirs in the optimizer's step."""
+        self._gradients_left.note_clip(call)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [values_of(holder.grad) for holder in self.engine.gradient_holders() if holder.grad is not None]

@@ -19,6 +19,7 @@ __all__: list[str] = []
 
 TOPIC = "gradient"
 SCALE = "gradient scale"
+CLIP = "clip"
 
 
 class WrittenGradients:
@@ -37,6 +38,9 @@ class WrittenGradients:
         self._plan = plan
         has_ranks = engine.everyone.size > 1
         self._circle = Circle.over(plan.mesh, engine.everyone.rank, "dp", "cp") if has_ranks else None
+        self._everyone = Circle(tuple(engine.everyone.ranks), engine.everyone.rank)
+        self._clips: list[str] = []
+        """Calls by which the script has clipped the whole gradient since the last step, in order."""
         self._left: dict[int, tuple[torch.Tensor, int]] = {}
         self._written_before: set[str] = set()
         """FQNs of gradients that were written before a later backward added to them."""
@@ -62,8 +66,13 @@ class WrittenGradients:
     def forget(self) -> None:
         """Forget what was written before: the optimizer has used it."""
         self._written_before.clear()
+        self._clips.clear()
         self._factor_before = 1.0
         self._norms = None
+
+    def note_clip(self, call: str) -> None:
+        """Note a call that clips the gradient on each rank by itself, as text; ranks must make the same ones before a step."""
+        self._clips.append(call)
 
     def _pieces(self) -> list[torch.Tensor]:
         """Return the gradients of which this rank has a piece, whatever the parameter's name."""
@@ -97,10 +106,11 @@ class WrittenGradients:
         return bool(self._written()) or not (self._norms is None or self._norms.are_of(self._pieces()))
 
     def sayings(self) -> list[Saying]:
-        """Return what the ranks that hold the same parameters must have alike; one topic, or none, on every rank."""
+        """Return what ranks must have alike; the same topics on every rank."""
         circle = self._circle
+        clips = Saying(CLIP, self._everyone, digest_text(", ".join(self._clips)) & 2**63 - 1)
         if circle is None or circle.is_alone:
-            return []
+            return [] if self._everyone.is_alone else [clips]
         written = self._written()
         digest = 0
         if written:
@@ -108,14 +118,16 @@ class WrittenGradients:
             digest += digest_text(",".join(name for name, _ in written))
         factor = self._factor_before * self._factor()
         scale = 0 if math.isnan(factor) else round(factor * 2**20) + 1
-        return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1)]
+        return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1), clips]
 
     def explain(self, topics: Sequence[str]) -> None:
         """Raise where ranks have written different gradients; called on every rank.
 
         Raises:
-            ApplyError: They have.
+            ApplyError: They have, or have clipped them in other ways.
         """
+        if CLIP in topics:
+            self._explain_clips()
         if SCALE in topics:
             self._explain_scale()
         if TOPIC not in topics:
@@ -127,6 +139,19 @@ class WrittenGradients:
             f"not the same on all ranks of the plan '{self._plan}': each would train on its own share of the batch",
             fix="have model.backward(loss, weight=n) make the gradient, and change it alike on every rank; a copy of the model "
             "that takes steps of its own (MAML) needs the whole batch on every rank, or the plan tp=N",
+        )
+
+    def _explain_clips(self) -> None:
+        engine = self._engine
+        told = engine.everyone.all_gather_json(self._clips, device=engine.device)
+        shown = [
+            f"rank {rank}: {', '.join(calls) or 'no call'}"
+            for rank, calls in zip(engine.everyone.ranks, told, strict=True)
+        ]
+        raise ApplyError(
+            f"ranks have clipped the gradient in different ways since the last step ({'; '.join(shown[:8])}): each would move its "
+            "part of the model by another factor",
+            fix="give every rank the same limit, and make the same calls on every rank",
         )
 
     def _explain_scale(self) -> None:

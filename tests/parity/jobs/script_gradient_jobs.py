@@ -130,3 +130,17 @@ def written_plain(change: str, times: int) -> dict[str, Tensor]:
 def written_under(plan: str, change: str, times: int) -> dict[str, Tensor]:
     with mw.apply_plan(build, plan, optimizer=Sgd) as model:
         return written(model, lambda given: mw.split_batch(given, model), change, times)
+
+
+def clip_in_other_ways(plan: str, limits: tuple[tuple[float, ...], ...]) -> float:
+    """Clip to the limits of this rank, one after the other; return a weight after two steps."""
+    mine = limits[mw.join_world().rank]
+    with mw.apply_plan(build, plan, optimizer=functools.partial(torch.optim.AdamW, lr=0.1)) as model:
+        for step in range(2):
+            inputs, targets = mw.split_batch(batch(step), model)
+            model.backward(F.mse_loss(model(inputs), targets), weight=len(inputs))
+            for limit in mine:
+                model.clip_grad_norm(limit)
+            model.optimizer.step()
+            model.zero_grad()
+        return float(next(iter(model.full_state_dict().values())).flatten()[0])
