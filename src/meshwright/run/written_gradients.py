@@ -149,8 +149,8 @@ class WrittenGradients:
             for rank, calls in zip(engine.everyone.ranks, told, strict=True)
         ]
         raise ApplyError(
-            f"ranks have clipped the gradient in different ways since the last step ({'; '.join(shown[:8])}): each would move its "
-            "part of the model by another factor",
+            f"ranks have clipped the gradient in different ways since the last step ({'; '.join(shown[:8])}): each would "
+            "move its part of the model by another factor",
             fix="give every rank the same limit, and make the same calls on every rank",
         )
 
