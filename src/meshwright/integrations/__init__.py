@@ -1,6 +1,9 @@
 """Other people's training loops over models under plans, each an extra of its own; nothing of the package imports this room.
 
 hf_trainer   transformers' Trainer under a plan
+trainer_files  what it saves and loads
+sealed       its checkpoints that are known to be whole
+decisions    arguments, callbacks and metrics, by which all ranks go the same way
 fabric       Lightning Fabric's strategy under a plan
 taken_over   models that a later Trainer takes from an earlier one
 planned      the model under a plan, as those loops see it

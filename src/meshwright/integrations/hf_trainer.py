@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
-from meshwright.integrations import loss_parts, optimizer_file, share_streams, taken_over
+from meshwright.integrations import decisions, loss_parts, optimizer_file, sealed, share_streams, taken_over
 from meshwright.integrations.one_process import FirstProcess, be_one_process, skipping_on_each_rank
-from meshwright.integrations.planned import PlannedModule, bare, count_samples, kept_config, num_parameters, tied_names
+from meshwright.integrations.planned import PlannedModule, bare, count_samples, num_parameters, tied_names
 from meshwright.integrations.refusals import finite, refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
+from meshwright.integrations.trainer_files import TrainerFiles
 from meshwright.ranks.join import join_world
 from meshwright.run.applying import apply_plan
-from meshwright.run.checkpoints.loading import load_checkpoint
-from meshwright.run.checkpoints.saving import forget_others, save_checkpoint
 from meshwright.run.losses.loss import Loss
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.spec import Plan
@@ -39,8 +36,6 @@ except ImportError as error:
 
 __all__: list[str] = ["Trainer"]
 
-DIRECTORY = "meshwright"
-"""Of a checkpoint of the Trainer: the parts of model and optimizer, which load under every plan."""
 _FIRST_LOOKS = 8
 """Batches after the first at which the loss of the whole is compared with those of parts [count]."""
 _LOOK_EVERY = 100
@@ -54,9 +49,10 @@ _HOOKS = (
     "_save_rng_state",
 )
 _HOOKS += ("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_save_checkpoint")
+_HOOKS += ("_maybe_log_save_evaluate", "_determine_best_metric", "_get_output_dir")
 
 
-class Trainer(transformers.Trainer):
+class Trainer(TrainerFiles):
     """`transformers.Trainer` whose model runs under a plan, with one process' losses; every rank makes it, with the same data.
 
     The batch of the arguments, ``per_device_train_batch_size`` samples, is the whole batch, as in one process: ranks share it
@@ -116,14 +112,6 @@ class Trainer(transformers.Trainer):
         if self.args.bf16 and self.plan.precision != "bf16":
             self.plan = self.plan.replace(precision="bf16")
 
-    @property
-    def _has_ranks(self) -> bool:
-        return self._world.world_size > 1
-
-    def _barrier(self) -> None:
-        if self._has_ranks:
-            self._world.default_group.barrier()
-
     # -- the model --------------------------------------------------------------------------------------------------------
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:  # noqa: ARG002 - its signature
@@ -134,6 +122,8 @@ class Trainer(transformers.Trainer):
         if not training:
             return model
         taken_over.hold(module, self)
+        if self._has_ranks:
+            decisions.refuse_other_arguments(self._world, self.args)
         if self.parallel is not None:
             self.parallel.close()
         refuse_model(module, self.plan)
@@ -160,10 +150,39 @@ class Trainer(transformers.Trainer):
             loader.state = FirstProcess(loader.state)
         return loader
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, as `transformers.Trainer.train`; every rank calls it."""
-        with skipping_on_each_rank():
-            return super().train(*args, **kwargs)
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as `transformers.Trainer.train`; every rank calls it.
+
+        Raises:
+            CheckpointError: There is no whole checkpoint to resume from.
+        """
+        with self._world.calls.during("trainer"), skipping_on_each_rank():
+            found = sealed.choose(self._world, self.args.output_dir or "", resume_from_checkpoint)
+            return super().train(found, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, as `transformers.Trainer.evaluate`."""
+        with self._world.calls.during("trainer"):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict, as `transformers.Trainer.predict`."""
+        with self._world.calls.during("trainer"):
+            return super().predict(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Log, evaluate and save where any rank is to; every rank calls it."""
+        if self._has_ranks:
+            decisions.follow_any(self._world, self.control)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._has_ranks:  # of what callbacks have asked for since
+            decisions.follow_any(self._world, self.control)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Return whether an evaluation was the best so far, the same on every rank."""
+        if self._has_ranks:
+            decisions.take_first(self._world, metrics)
+        return super()._determine_best_metric(metrics, trial)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -313,77 +332,6 @@ class Trainer(transformers.Trainer):
         count = super().floating_point_ops(inputs)
         now = num_parameters(self.model)
         return count if self.parallel is None or not now else count * self._num_parameters // now
-
-    # -- files ------------------------------------------------------------------------------------------------------------
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the whole model, by rank 0; every rank calls it."""
-        if self.parallel is not None and state_dict is None:
-            state_dict = self.parallel.full_state_dict()
-            # One tensor, as in one process.
-            state_dict |= {name: state_dict[first] for name, first in self._tied.items()}
-        with kept_config(self.model):
-            super()._save(output_dir, state_dict)
-        self._barrier()
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save all that a resumed run needs; every rank calls it, and none goes on before the files are there."""
-        super()._save_checkpoint(model, trial)
-        self._barrier()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the optimizer's state twice where ranks have parts of it: for every plan, and as one process does."""
-        if self.parallel is None or not self._has_ranks:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        directory = Path(output_dir) / DIRECTORY
-        # Of an earlier Trainer, whose checkpoint transformers overwrites as well.
-        forget_others(self.parallel, directory)
-        saved = save_checkpoint(self.parallel, directory, step=self.state.global_step)
-        if self.args.should_save:
-            options = self.parallel.optimizer.param_groups
-            state = optimizer_file.read_whole(saved, self._groups, options)
-            torch.save(state, os.path.join(output_dir, "optimizer.pt"))
-            scheduler: Any = self.lr_scheduler
-            torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the optimizer's state that a Trainer under any plan has saved, or one process."""
-        directory = None if checkpoint is None else Path(checkpoint) / DIRECTORY
-        if directory is None or self.parallel is None or not self._has_ranks:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        if directory.is_dir():
-            with share_streams.kept(self._world.device):
-                load_checkpoint(self.parallel, directory)
-            scheduler: Any = self.lr_scheduler
-            scheduler.load_state_dict(torch.load(directory.parent / "scheduler.pt", weights_only=True))
-        elif (self.plan.zero or self.plan.tp > 1) and (directory.parent / "optimizer.pt").exists():
-            raise ApplyError(
-                f"{checkpoint} was saved by one process, whole, and under the plan '{self.plan}' ranks have parts of the "
-                "optimizer's state",
-                fix=f"resume it with plan='dp={self._world.world_size}' and save once, which loads under every plan",
-            )
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the whole model's weights."""
-        with self._whole():
-            super()._load_from_checkpoint(resume_from_checkpoint, None if model is None else bare(model))
-
-    def _load_best_model(self) -> None:
-        """Load the whole model's weights."""
-        with self._whole():
-            super()._load_best_model()
-
-    def _whole(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.parallel is None else self.parallel.whole_parameters()
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save the generators' state, which is alike on all ranks."""
-        if self.args.should_save:
-            super()._save_rng_state(output_dir)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse a search whose trials one process chooses, where there are several.

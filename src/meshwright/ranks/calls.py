@@ -39,6 +39,7 @@ _NAMES = {
     "save": "save_checkpoint",
     "load": "load_checkpoint",
     "backward": "model.backward",
+    "trainer": "a call of the Trainer",
 }
 KINDS = tuple(_NAMES)
 """Calls that all ranks make together, and in which code of the user's may run."""
@@ -63,6 +64,8 @@ class Calls:
         self._counts: Counter[int] = Counter()
         self.current = 0
         """The call under way, by a number that is equal on all ranks; 0 outside of any."""
+        self.around: list[int] = []
+        """The calls around the current one, outermost first."""
         self._failed = 0
         self._num_asked = 0
         self.num_models = 0
@@ -92,7 +95,7 @@ class Calls:
         self.current = call
         extension = loaded_extension()
         if extension is not None:
-            extension.enter_call(call)
+            extension.enter_call(call, next((outer for outer in self.around if outer), call))
 
     def tell(self, call: int, error: BaseException) -> None:
         """Tell the other ranks that this one has raised."""
@@ -159,12 +162,18 @@ class Calls:
             seen = self.has_news()  # a message that it had started to send may still arrive
 
     def has_news(self) -> bool:
-        """Tell whether a rank has reported an error in the current call."""
-        if self._store is None or self.current == 0:
-            return False
+        """Tell whether a rank has reported an error in the current call, or in one around it."""
+        return self._call_with_news() != 0
+
+    def _call_with_news(self) -> int:
+        """Return the innermost call under way in which a rank has reported an error; 0 where there is none."""
+        if self._store is None:
+            return 0
         with contextlib.suppress(RuntimeError):
-            return self._store.check([_key(self.current)])
-        return False
+            for call in (self.current, *reversed(self.around)):
+                if call and self._store.check([_key(call)]):
+                    return call
+        return 0
 
     @property
     def kind(self) -> int:
@@ -206,11 +215,12 @@ class Calls:
         return self.different(told) if len({*told.values()}) > 1 else None
 
     def others_error(self) -> MeshwrightError | None:
-        """Return an error that names the rank that raised in the current call, and its error; None where none is reported."""
-        if not self.has_news() or self._store is None:
+        """Return the error of the rank that raised in the current call or one around it; None where none is reported."""
+        call = self._call_with_news()
+        if not call or self._store is None:
             return None
         with contextlib.suppress(RuntimeError, ValueError):
-            told = json.loads(self._store.get(_key(self.current)))
+            told = json.loads(self._store.get(_key(call)))
             return None if told[0] == self._rank else _rebuild(told)
         return None
 
@@ -227,6 +237,7 @@ class _PeerCall:
 
     def __enter__(self) -> None:
         self._outer = self._calls.current
+        self._calls.around.append(self._outer)
         self._calls.enter(self._number)
 
     def __exit__(
@@ -234,6 +245,7 @@ class _PeerCall:
     ) -> None:
         if error is not None:
             self._calls.left_by(self._number, error)
+        self._calls.around.pop()
         self._calls.enter(self._outer)
 
 

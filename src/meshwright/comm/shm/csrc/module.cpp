@@ -50,7 +50,7 @@ PYBIND11_MODULE(MESHWRIGHT_MODULE, m) {
            py::arg("slot_bytes"), py::arg("ring_bytes"), py::arg("nonce"), py::arg("create"));
 
   m.def("leave_all", &ShmBackend::leave_all);
-  m.def("enter_call", &meshwright::enter_call, py::arg("call"));
+  m.def("enter_call", &meshwright::enter_call, py::arg("call"), py::arg("outermost"));
   m.def("tell_raised", &ShmBackend::tell_raised, py::arg("call"));
 
   py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(m, "ShmBackend")

@@ -17,6 +17,7 @@ constexpr long kNapNs = 50'000'000;  // how often a sleeper looks whether its pe
 constexpr int64_t kGraceNs = 150'000'000;  // for what a rank that has raised had begun to send
 
 std::atomic<uint64_t> current_call{0};
+std::atomic<uint64_t> outermost_call{0};  // a peer that has left it will not come to the current one
 
 // "stopped" for a process under SIGSTOP, and so on; "" where it cannot be seen.
 std::string state_of(int pid) {
@@ -38,7 +39,10 @@ std::string state_of(int pid) {
 
 }  // namespace
 
-void enter_call(uint64_t call) { current_call.store(call, std::memory_order_relaxed); }
+void enter_call(uint64_t call, uint64_t outermost) {
+  current_call.store(call, std::memory_order_relaxed);
+  outermost_call.store(outermost, std::memory_order_relaxed);
+}
 
 Waiter::Waiter(Segment& segment, std::vector<int> process_files, std::vector<int64_t> global_ranks)
     : segment_(segment), process_files_(std::move(process_files)), global_ranks_(std::move(global_ranks)) {}
@@ -61,8 +65,11 @@ bool Waiter::has_ended(int rank) const {
 }
 
 bool Waiter::has_raised(int rank) {
-  const uint64_t call = current_call.load(std::memory_order_relaxed);
-  if (call == 0 || segment_.line(rank).raised_in.load(std::memory_order_acquire) != call) return false;
+  const uint64_t call = segment_.line(rank).raised_in.load(std::memory_order_acquire);
+  if (call == 0) return false;
+  if (call != current_call.load(std::memory_order_relaxed) && call != outermost_call.load(std::memory_order_relaxed)) {
+    return false;
+  }
   const int64_t now = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   if (seen_call_.exchange(call, std::memory_order_relaxed) != call) seen_at_.store(now, std::memory_order_relaxed);
   return now - seen_at_.load(std::memory_order_relaxed) >= kGraceNs;

@@ -44,7 +44,7 @@ struct LostPeer : std::runtime_error {
 
 // What this process is in the middle of: a number that its peers have for the same call of theirs; 0 outside of any. Where
 // the code of one rank raises in a call, peers that wait for it in that call need not wait on: it will not come.
-void enter_call(uint64_t call);
+void enter_call(uint64_t call, uint64_t outermost);
 
 class Waiter {
  public:
