@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from tests.parity.jobs import script_gradient_jobs as jobs
 from tests.tolerances import FLOAT64
@@ -83,11 +85,29 @@ def test_gradients_that_ranks_write_alike_are_one_devices(plan: str) -> None:
 def test_a_limit_of_the_norm_that_depends_on_the_rank_is_refused_before_the_step(plan: str) -> None:
     for outcome in testing.run_outcomes(jobs.clip_in_other_ways, 2, plan, ((0.5,), (0.01,))):
         assert isinstance(outcome.error, mw.ApplyError)
-        assert "rank 0: clip_grad_norm(0.5); rank 1: clip_grad_norm(0.01)" in str(outcome.error)
+        assert "rank 0: backward, clip_grad_norm(0.5); rank 1: backward, clip_grad_norm(0.01)" in str(outcome.error)
     first, second = testing.run_ranks(jobs.clip_in_other_ways, 2, plan, ((0.5, 0.1), (0.5, 0.1)))
     assert first == second
 
 
 def test_a_rank_that_clips_nothing_is_refused_where_ranks_hold_whole_gradients() -> None:
     for outcome in testing.run_outcomes(jobs.clip_in_other_ways, 2, "dp=2", ((0.5,), ())):
-        assert "rank 0: clip_grad_norm(0.5); rank 1: no call" in str(outcome.error)
+        assert "rank 0: backward, clip_grad_norm(0.5); rank 1: backward)" in str(outcome.error)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+@pytest.mark.parametrize("what", ["not zeroed", "zeroed before the step", "eval", "eval of a step"])
+def test_what_one_rank_alone_does_to_gradients_or_the_mode_is_refused(plan: str, what: str) -> None:
+    told = {"eval": "training mode", "eval of a step": "whether the model is in training mode"}
+    for outcome in testing.run_outcomes(functools.partial(jobs.done_by_one_rank, by_all=False), 2, plan, what):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert told.get(what, "have not done the same to the gradient") in str(outcome.error)
+    first, second = testing.run_ranks(functools.partial(jobs.done_by_one_rank, by_all=True), 2, plan, what)
+    assert first == second
+
+
+@pytest.mark.parametrize("what", list(jobs.LOSSES_OF_OTHER_KINDS))
+def test_a_loss_or_a_weight_that_is_no_real_number_is_refused(what: str) -> None:
+    for outcome in testing.run_outcomes(functools.partial(jobs.done_by_one_rank, by_all=True), 2, "dp=2", what):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert outcome.error.fix

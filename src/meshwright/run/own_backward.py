@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
@@ -51,6 +51,50 @@ class TakesPart(Protocol):
 LoopT = TypeVar("LoopT", bound=TakesPart)
 
 
+def real_number_of(loss: Any, weight: Any) -> torch.Tensor:
+    """Return the tensor of a loss.
+
+    Args:
+        loss: What a script has given to `backward`.
+        weight: What it has given beside it.
+
+    Raises:
+        ApplyError: One of them is no real number, or a `Loss` has two weights.
+    """
+    value = loss.sum if isinstance(loss, Loss) else loss
+    fix = "pass one number that was computed from outputs of model(...), without .detach() or torch.no_grad()"
+    if isinstance(value, Mapping):
+        fix = f"pass the entry that is the loss, one of {', '.join(map(repr, list(value)[:4]))}"
+    elif isinstance(value, tuple | list):
+        fix = "pass one of them, or their sum"
+    if not isinstance(value, torch.Tensor):
+        raise ApplyError(f"model.backward() was given a {type(value).__name__} (rule: a tensor of one number)", fix=fix)
+    if value.is_complex():
+        raise ApplyError(
+            f"model.backward() was given a loss of {value.dtype} (rule: a real number)",
+            fix="pass loss.real or loss.abs()",
+        )
+    if isinstance(loss, Loss) and weight is not None:
+        raise ApplyError(
+            f"model.backward() was given meshwright.Loss(sum, weight={loss.weight}) and weight={weight} (rule: one of them)",
+            fix="leave weight= out: the Loss has its own",
+        )
+    counted: Any = loss.weight if isinstance(loss, Loss) else weight
+    is_one = isinstance(counted, torch.Tensor) and counted.numel() == 1 and not counted.is_complex()
+    try:
+        is_number = (counted is None and not isinstance(loss, Loss)) or is_one or isinstance(counted, SupportsFloat)
+        if is_number and counted is not None:
+            float(counted)
+    except (OverflowError, ValueError, TypeError, RuntimeError):
+        is_number = False
+    if not is_number or isinstance(counted, str):
+        raise ApplyError(
+            f"the weight of a loss is {str(counted)[:60]}, a {type(counted).__name__}",
+            fix="pass how much it counts, a finite number of at least 0: len(inputs), or the number of valid labels",
+        )
+    return value
+
+
 class OwnBackward(Generic[LoopT]):
     """One call of `model.backward` on this rank, and what all ranks bring to it.
 
@@ -82,7 +126,13 @@ class OwnBackward(Generic[LoopT]):
         """The models whose parameters may get gradients, in one order on all ranks."""
         self._broken = self._find_broken(graph, has_weight=isinstance(loss, Loss) or weight is not None)
         numbers = [
-            (other.number, sum(mark.loop() is other for mark in graph.marks), other.find_switched()) for other in owned
+            (
+                other.number,
+                sum(mark.loop() is other for mark in graph.marks),
+                other.find_switched(),
+                other.engine.module.training,
+            )
+            for other in owned
         ]
         self._description = json.dumps([loop.number, self._is_mean, str(self._value.dtype), numbers])
 

@@ -26,7 +26,7 @@ from meshwright.run.agreement import Agreement
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.loss_graph import ForwardMark, graph_of, mark_outputs
 from meshwright.run.losses.loss import Loss
-from meshwright.run.own_backward import OWN_MEAN, OwnBackward
+from meshwright.run.own_backward import OWN_MEAN, OwnBackward, real_number_of
 from meshwright.run.put_back import in_training_mode
 from meshwright.run.step import Stepper
 from meshwright.run.written_gradients import WrittenGradients
@@ -216,7 +216,8 @@ class OwnLoop:
             self.stepper.gate.has_own_gradients, self._norm_is_finite = True, False
             return _backward_alone(loss, retain_graph=retain_graph)
         self._on_phase("backward")
-        graph = graph_of([value := loss.sum if isinstance(loss, Loss) else loss])
+        value = real_number_of(loss, weight)
+        graph = graph_of([value])
         if self.is_over_several_batches and not isinstance(loss, Loss):
             self._tell(OWN_MEAN)
         work = OwnBackward(self, loss, weight, graph, sorted(_LIVE, key=lambda loop: loop.number))
@@ -286,11 +287,10 @@ class OwnLoop:
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the whole gradient to a norm of at most `max_norm`, and return its norm before."""
-        if isinstance(max_norm, str) or max_norm is None or not max_norm > 0:
+        if not (isinstance(max_norm, int | float | torch.Tensor) and max_norm > 0):
             raise ConfigError(f"max_norm must be above 0, it is {max_norm!r}", fix="leave the call out to clip nothing")
         self.note_clip(f"clip_grad_norm({float(max_norm)})")
-        engine = self.engine
-        norm = engine.norm_of_squares()
+        norm = self.engine.norm_of_squares()
         is_untouched = not self._gradients_left.are_written()
         clip_(self._gradients(), norm, max_norm)
         if is_untouched:
@@ -300,7 +300,7 @@ class OwnLoop:
 
     def note_clip(self, call: str) -> None:
         """Note a call that clips the gradient; ranks compare theirs in the optimizer's step."""
-        self._gradients_left.note_clip(call)
+        self._gradients_left.note(call)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [values_of(holder.grad) for holder in self.engine.gradient_holders() if holder.grad is not None]

@@ -19,7 +19,9 @@ __all__: list[str] = []
 
 TOPIC = "gradient"
 SCALE = "gradient scale"
-CLIP = "clip"
+DONE = "done to gradients"
+_MOST_DONE = 16
+"""Calls before a step that are kept in words [count]."""
 
 
 class WrittenGradients:
@@ -39,8 +41,9 @@ class WrittenGradients:
         has_ranks = engine.everyone.size > 1
         self._circle = Circle.over(plan.mesh, engine.everyone.rank, "dp", "cp") if has_ranks else None
         self._everyone = Circle(tuple(engine.everyone.ranks), engine.everyone.rank)
-        self._clips: list[str] = []
-        """Calls by which the script has clipped the whole gradient since the last step, in order."""
+        self._done: list[str] = []
+        """What was done to the gradients since the last step that ranks must have done alike, in words and in order."""
+        self._num_left = 0
         self._left: dict[int, tuple[torch.Tensor, int]] = {}
         self._written_before: set[str] = set()
         """FQNs of gradients that were written before a later backward added to them."""
@@ -49,6 +52,7 @@ class WrittenGradients:
 
     def leave(self) -> None:
         """Take note of the gradients as they are now: they are the whole batch's."""
+        self._num_left = self._num_there()
         if self._circle is None or self._circle.is_alone:
             return
         holders = self._engine.gradient_holders()
@@ -57,6 +61,10 @@ class WrittenGradients:
 
     def keep(self) -> None:
         """Remember what the script has written so far: a backward is about to add to it."""
+        # A rank that holds no gradient, of a model with fewer entries than ranks, takes it that nobody has zeroed.
+        has_earlier = self._num_there() if self._engine.gradient_holders() else "backward" in self._done
+        self.note("backward on earlier gradients" if has_earlier else "backward")
+        self._done = self._shortened()
         if self._circle is None or self._circle.is_alone:
             return
         self._written_before |= {name for name, _ in self._written()}
@@ -66,13 +74,32 @@ class WrittenGradients:
     def forget(self) -> None:
         """Forget what was written before: the optimizer has used it."""
         self._written_before.clear()
-        self._clips.clear()
+        self._done.clear()
         self._factor_before = 1.0
         self._norms = None
 
-    def note_clip(self, call: str) -> None:
-        """Note a call that clips the gradient on each rank by itself, as text; ranks must make the same ones before a step."""
-        self._clips.append(call)
+    def note(self, done: str) -> None:
+        """Note in words what this rank does to the gradients by itself; ranks must do the same before a step."""
+        self._done.append(done)
+
+    def _shortened(self) -> list[str]:
+        """Return what was done, with a window of many backwards as one entry: its text stays short."""
+        if len(self._done) < _MOST_DONE:
+            return self._done
+        return [f"earlier calls (digest {digest_text(', '.join(self._done)):x})"]
+
+    def _num_there(self) -> int:
+        return sum(holder.grad is not None for holder in self._engine.gradient_holders())
+
+    def _all_done(self) -> list[str]:
+        """Return what was done, and whether gradients that were left are gone."""
+        now = self._num_there()
+        if now >= self._num_left:
+            return self._done
+        names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
+        whole = [names[id(held)] for held in self._engine.gradient_holders() if held.grad is None and id(held) in names]
+        gone = f"of {len(whole)} parameters, '{whole[0]}' first" if now and whole else "of some" if now else "all"
+        return [*self._done, f"gradients dropped: {gone}"]
 
     def _pieces(self) -> list[torch.Tensor]:
         """Return the gradients of which this rank has a piece, whatever the parameter's name."""
@@ -108,9 +135,11 @@ class WrittenGradients:
     def sayings(self) -> list[Saying]:
         """Return what ranks must have alike; the same topics on every rank."""
         circle = self._circle
-        clips = Saying(CLIP, self._everyone, digest_text(", ".join(self._clips)) & 2**63 - 1)
+        if self._everyone.is_alone:
+            return []
+        done = Saying(DONE, self._everyone, digest_text(", ".join(self._all_done())) & 2**63 - 1)
         if circle is None or circle.is_alone:
-            return [] if self._everyone.is_alone else [clips]
+            return [done]
         written = self._written()
         digest = 0
         if written:
@@ -118,16 +147,16 @@ class WrittenGradients:
             digest += digest_text(",".join(name for name, _ in written))
         factor = self._factor_before * self._factor()
         scale = 0 if math.isnan(factor) else round(factor * 2**20) + 1
-        return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1), clips]
+        return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1), done]
 
     def explain(self, topics: Sequence[str]) -> None:
         """Raise where ranks have written different gradients; called on every rank.
 
         Raises:
-            ApplyError: They have, or have clipped them in other ways.
+            ApplyError: They have, or have clipped or dropped them in other ways.
         """
-        if CLIP in topics:
-            self._explain_clips()
+        if DONE in topics:
+            self._explain_done()
         if SCALE in topics:
             self._explain_scale()
         if TOPIC not in topics:
@@ -141,17 +170,14 @@ class WrittenGradients:
             "that takes steps of its own (MAML) needs the whole batch on every rank, or the plan tp=N",
         )
 
-    def _explain_clips(self) -> None:
-        engine = self._engine
-        told = engine.everyone.all_gather_json(self._clips, device=engine.device)
-        shown = [
-            f"rank {rank}: {', '.join(calls) or 'no call'}"
-            for rank, calls in zip(engine.everyone.ranks, told, strict=True)
-        ]
+    def _explain_done(self) -> None:
+        everyone = self._engine.everyone
+        told = everyone.all_gather_json(self._all_done(), device=self._engine.device)
+        rows = [f"rank {rank}: {', '.join(done) or 'nothing'}" for rank, done in zip(everyone.ranks, told, strict=True)]
         raise ApplyError(
-            f"ranks have clipped the gradient in different ways since the last step ({'; '.join(shown[:8])}): each would "
-            "move its part of the model by another factor",
-            fix="give every rank the same limit, and make the same calls on every rank",
+            f"ranks have not done the same to the gradient since the last step ({'; '.join(rows[:8])}): each would move its part "
+            "of the model in another way",
+            fix="make the same calls with the same limits on every rank: model.backward, clip_grad_norm, zero_grad",
         )
 
     def _explain_scale(self) -> None:

@@ -144,3 +144,38 @@ def clip_in_other_ways(plan: str, limits: tuple[tuple[float, ...], ...]) -> floa
             model.optimizer.step()
             model.zero_grad()
         return float(next(iter(model.full_state_dict().values())).flatten()[0])
+
+
+def done_by_one_rank(plan: str, what: str, *, by_all: bool) -> list[float]:
+    """Do something to the gradient, the mode or the loss in the second of four steps, on rank 1 or on all; return losses."""
+    with mw.apply_plan(build, plan, loss_fn=square, optimizer=functools.partial(torch.optim.AdamW, lr=0.1)) as model:
+        losses: list[float] = []
+        for step in range(4):
+            does = step == 1 and (by_all or mw.join_world().rank == 1)
+            given = mw.split_batch(batch(step), model)
+            if does and what in ("eval", "eval of a step"):
+                model.module.eval()
+            if what == "eval of a step":
+                losses.append(model.step(given).loss)
+                continue
+            loss: Any = F.mse_loss(model(given[0]), given[1])
+            weight: Any = len(given[0])
+            if does and what in LOSSES_OF_OTHER_KINDS:
+                loss, weight = LOSSES_OF_OTHER_KINDS[what](loss, weight)
+            losses.append(model.backward(loss, weight=weight))
+            if does and what == "zeroed before the step":
+                model.optimizer.zero_grad()
+            model.optimizer.step()
+            if not (does and what == "not zeroed"):
+                model.zero_grad()
+        return losses
+
+
+LOSSES_OF_OTHER_KINDS: dict[str, Any] = {
+    "a complex number": lambda loss, weight: (torch.complex(loss, loss), weight),
+    "a dict": lambda loss, weight: ({"loss": loss}, weight),
+    "a pair": lambda loss, weight: ((loss, loss), weight),
+    "a list as weight": lambda loss, weight: (loss, [weight]),
+    "a text as weight": lambda loss, weight: (loss, str(weight)),
+    "two weights": lambda loss, weight: (mw.Loss(loss * weight, weight), weight),
+}

@@ -162,7 +162,8 @@ class Sentinels:
         if not self._copying.is_alone:
             values = [parameter for _, parameter in self._watch.written_parameters()] if written else []
             found.append(Saying("values", self._copying, digest_of(values) if values else 0))
-        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast)
+        mode = repr(self._engine.module.training)
+        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast + mode)
         if self._compares_outcome:
             common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
                 _bits(self._outcome[1]), "little"
@@ -185,7 +186,8 @@ class Sentinels:
         if "shared batches" in topics and self.shared_batches.raise_different(engine.everyone, engine.device):
             self.shared_batches.is_watching = False  # ranks that compute their batches round differently
         if "common" in topics:
-            rows = [("the dtype of torch.autocast", self._autocast), *settings.of_options(self._optimizer)]
+            mode = ("whether the model is in training mode", repr(engine.module.training))
+            rows = [("the dtype of torch.autocast", self._autocast), mode, *settings.of_options(self._optimizer)]
             settings.raise_different(engine.everyone, rows, engine.device)
             findings = self._compare_outcome(*self._outcome, step=self._step + self.first_step - 1)
             self._report([*compare_copies(engine, self._optimizer), *findings])  # the loss function's settings say more
