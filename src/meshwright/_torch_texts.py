@@ -42,6 +42,12 @@ def says_peer_gone(error: RuntimeError) -> bool:
     return any(part in text for part in _PEER_GONE)
 
 
+def os_error_in(error: Exception) -> int | None:
+    """Return the system's number of an error that safetensors tells as text alone, "(os error 28)"; None where there is none."""
+    number = str(error).partition("os error ")[2].partition(")")[0]
+    return int(number) if number.isdigit() else None
+
+
 def says_not_yet(error: RuntimeError) -> bool:
     """Tell whether gloo's `wait` for a time says that the exchange goes on."""
     return _NOT_YET in str(error)

@@ -1,4 +1,4 @@
-"""What each rank's Trainer decides by: arguments, callbacks and metrics, which have to lead all ranks the same way.
+"""Arguments, callbacks and metrics that each rank's Trainer decides by: they have to lead all ranks the same way.
 
 Ranks run one process' loop side by side. One that saves, evaluates or stops where the others go on leaves them waiting, and
 one that keeps another step for the best loads another model.

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from meshwright._torch_texts import os_error_in
 from meshwright.checkpoint.durable import told_of
 from meshwright.checkpoint.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.store import Store
@@ -35,7 +36,6 @@ _READ = (".safetensors", ".bin", ".pt", ".pth", ".index.json", STATE)
 _UNREAD = ("training_args.bin",)
 """What a resumed run does not read, though its names say so."""
 _NAME = re.compile(r"checkpoint-(\d+)")
-_OS_ERROR = re.compile(r"os error (\d+)")
 _FULL_BYTES = 2**16
 """A file system with less room than this is full: what torch could not write is told as that [bytes]."""
 
@@ -203,9 +203,9 @@ def _number_of(error: Exception, directory: Path) -> int | None:
     """Return the error number of the system behind an exception of a library that writes files; None where there is none."""
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("safetensors"):
         return None  # torch and safetensors alone write here
-    named = _OS_ERROR.search(str(error))
+    named = os_error_in(error)
     if named is not None:
-        return int(named[1])
+        return named
     place = next((path for path in (directory, *directory.parents) if path.exists()), Path("/"))
     with contextlib.suppress(OSError):
         left = os.statvfs(place)

@@ -239,7 +239,7 @@ class OwnBackward(Generic[LoopT]):
         other = next(place for place, text in enumerate(told) if text != told[0])
         raise ApplyError(
             "ranks have called model.backward() on losses of different kinds: [model, is a mean, dtype, [model, forwards, "
-            f"switched parameter]] is {told[0]} on rank {engine.everyone.ranks[0]} and {told[other]} on rank "
+            f"switched parameter, training mode]] is {told[0]} on rank {engine.everyone.ranks[0]} and {told[other]} on rank "
             f"{engine.everyone.ranks[other]}",
             fix="run the same forwards and backwards on every rank, with a batch of 0 samples and weight=0 where there are none",
         )
