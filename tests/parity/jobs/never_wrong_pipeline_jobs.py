@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
     seed_python,
 )
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, SumsUp, growing_batch
+from tests.parity.jobs.never_wrong_pipeline_kinds import KINDS, KeepsNumber, ReturnsKind, WritesNumber, far_batch
 from tests.parity.jobs.never_wrong_pipeline_reads import (
     DeepCache,
     FirstReads,
@@ -271,11 +273,20 @@ REFUSED = {
     "signs": "a parameter that other stages hold",
     "counted_draws": "random numbers or the code between",
     "runs_in_backward": "is called inside of _InBackward.apply()",
+    "writes_number": "in what layers return or write",
+    "keeps_number": "in what layers return or write",
+    "returns_enum_late": "in what layers return or write",
+    "returns_partial_late": "in what layers return or write",
 }
 """Scripts that a pipeline cannot run, and words of the message."""
 
 SCRIPTS: dict[str, Script] = {
     "chosen_rows": Script(ChosenRows),
+    **{f"returns_{kind}": Script(functools.partial(ReturnsKind, kind), far_batch) for kind in KINDS},
+    "returns_enum_late": Script(lambda: ReturnsKind("enum", is_late=True), far_batch),
+    "returns_partial_late": Script(lambda: ReturnsKind("partial", is_late=True), far_batch),
+    "writes_number": Script(WritesNumber, far_batch),
+    "keeps_number": Script(KeepsNumber, far_batch),
     "runs_in_backward": Script(RunsInBackward),
     "first_reads": Script(FirstReads, evaluates=(1,)),
     "counted_sizes": Script(CountedSizes, evaluates=(1,)),

@@ -155,7 +155,7 @@ class Stage:
                 mine = _way_text(way.num_calls, way.last, names)
                 theirs = "more layers" if note is None else _way_text(note.num_calls, note.last, names)
                 if mine == theirs:
-                    theirs += ", with other numbers in the model's attributes or arguments"
+                    theirs += ", with other numbers in the model's attributes, or in what layers return or write"
                 raise other_way(self.index, source, micro_batch, mine, theirs)
 
     def home_of(self, tensor: Tensor) -> int:

@@ -46,3 +46,14 @@ def test_where_layers_are_cut_they_are_for_layers_that_look_at_values_and_may_li
     assert digest_of_result(5, 8, shards=3, looks=True) != digest_of_result(7, 8, shards=3, looks=True)
     assert digest_of_result(5, 24, shards=3, looks=True) == digest_of_result(5, 8, shards=3, looks=True)
     assert digest_of_result(5, 8, shards=3, looks=False) == digest_of_result(7, 8, shards=3, looks=False)
+
+
+def test_numbers_beside_tensors_count_whole_where_layers_are_cut() -> None:
+    """They lie in no shards: one and two are no halves of each other."""
+
+    def digest(number: int) -> int:
+        way = Way(0, is_training=True, shards=2)
+        way.result([8], [number], looks=False)
+        return way.digest
+
+    assert digest(1) != digest(2)

@@ -58,6 +58,8 @@ class Flow:
         looks: Units whose code looks at values inside: a number that it reads, a mask, a choice.
         told: Those of them whose results hold what values decide, beside numbers in tensors: a size, a Python number. The first
             stage, which has it, tells the others.
+        offered: Those that return more than tensors. Where they run on the first stage it tells the others, too: values that
+            nobody has tried may change a number, a text or a kind.
         has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
         counts: Units whose calls change attributes that hold no tensors: a count of calls, a list.
         bonds: What a unit changes in attributes and other units use, as text -> these units, which belong to one stage.
@@ -76,6 +78,7 @@ class Flow:
     shared: tuple[str, ...] = ()
     looks: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     has_loss_beside: bool = False
     firsts: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -362,7 +362,6 @@ class ForwardObserver(TorchFunctionMode):
             )
             for call, used in zip(self._calls, self._used, strict=True)
         )
-        called = {call.unit for call in calls}
         told = self._lookers.judge(self._module, judged)
         self._shared.note_for_some(judged.changes)
         self._reads += [f"what '{unit}' returns, of a kind that cannot be sent" for unit in self._lookers.unsent(told)]
@@ -370,7 +369,7 @@ class ForwardObserver(TorchFunctionMode):
         idle = {
             name: tuple(self._names[id(p)] for p in self._module.get_submodule(name).parameters())
             for name in self._units
-            if name not in called
+            if all(call.unit != name for call in calls)
         }
         return Flow(
             calls=calls,
@@ -386,6 +385,7 @@ class ForwardObserver(TorchFunctionMode):
             opens=tuple(sorted(self._opens)),
             looks=tuple(sorted(self._lookers.units)),
             told=tuple(sorted(told)),
+            offered=tuple(sorted(self._lookers.offered)),
             has_loss_beside=self._has_loss_beside,
             counts=self._shared.units,
             leaks=tuple(dict.fromkeys(self._leaks)),

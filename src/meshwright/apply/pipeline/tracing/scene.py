@@ -87,6 +87,12 @@ def places_of_call(
     return places_in(roots, opens=opens, depth=depth)
 
 
+def containers_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a call that it may write into without torch: containers, arrays and objects."""
+    items = (*args, *kwargs.values())
+    return [item for item in items if not (isinstance(item, (Tensor, *_OPAQUE)) or type(item) in LEAVES)]
+
+
 def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
     """Return the tensors among a call's arguments, each once; None where another argument may hold tensors.
 

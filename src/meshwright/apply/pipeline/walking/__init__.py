@@ -18,6 +18,7 @@ own_state        state of the code between layers, on a rank with several stages
 stage_hooks      hooks that forwards register, on such a rank
 counters         integers that the code between layers counts
 draws            random numbers that several stages draw
+plain_facts      what results hold beside the numbers in tensors, as numbers
 path_hash        hash of a forward's path, compared between stages
 
 To let code between layers do more, touch `stage_forward.py`, with a test in `tests/parity/test_never_wrong_pipeline.py`.

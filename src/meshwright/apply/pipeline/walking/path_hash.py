@@ -53,15 +53,22 @@ class Way:
         crossing = [_facts(value) for value in values if value.home != stage and value.home is not None]
         self._hash = hash((self._hash, number, stage, *crossing))
 
-    def result(self, numbers: Iterable[float], *, looks: bool) -> None:
-        """Record sizes and numbers in a layer's results: its stage has them from the values, others may have made them up.
+    def result(self, sizes: Iterable[int], facts: Iterable[float] = (), *, looks: bool) -> None:
+        """Record what a layer's results hold: its stage has it from the values, others may have made it up.
 
         Where layers are cut, their stage may hold a part of a result. Sizes count there for layers whose code looks at values,
         without the factors that the number of shards has.
+
+        Args:
+            sizes: Of the tensors.
+            facts: What `facts_in` finds beside tensors.
+            looks: Whether the layer's code looks at values.
         """
-        if self.is_over or self.in_hook or not (looks or self._shards == 1):
+        if self.is_over or self.in_hook:
             return
-        self._hash = hash((self._hash, *[_without_factors(number, self._shards) for number in numbers]))
+        if self._shards > 1:
+            sizes = [_without_factors(size, self._shards) for size in sizes] if looks else ()
+        self._hash = hash((self._hash, *sizes, *facts))
 
     def draw(self, *places: int) -> None:
         """Record the positions of generators from which all stages draw alike."""
@@ -77,10 +84,10 @@ class Way:
             self._hash = hash((self._hash, home, *crossing))
 
 
-def _without_factors(number: float, shards: int) -> float:
-    while isinstance(number, int) and number and (shared := math.gcd(number, shards)) > 1:
-        number //= shared
-    return number
+def _without_factors(size: int, shards: int) -> int:
+    while size and (shared := math.gcd(size, shards)) > 1:
+        size //= shared
+    return size
 
 
 def _facts(value: StageValue) -> tuple[int, ...]:

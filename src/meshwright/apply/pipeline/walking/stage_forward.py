@@ -33,6 +33,7 @@ from meshwright.apply.pipeline.tracing.functions import (
 from meshwright.apply.pipeline.tracing.reads import may_read, read_tensors
 from meshwright.apply.pipeline.tracing.scene import (
     DEEP,
+    containers_of_call,
     places_of_call,
     plain_tensors,
     substitute,
@@ -44,6 +45,7 @@ from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Paused
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.inside_functions import refuse_inside_function
 from meshwright.apply.pipeline.walking.path_hash import Way
+from meshwright.apply.pipeline.walking.plain_facts import facts_in, sizes_in
 from meshwright.apply.pipeline.walking.remembered import Known, encode_results
 from meshwright.apply.pipeline.walking.shapes import Shapes
 from meshwright.apply.pipeline.walking.stand_ins import (
@@ -55,7 +57,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     value_of,
     values_in,
 )
-from meshwright.apply.pipeline.walking.told_results import from_bytes, numbers_in, to_bytes
+from meshwright.apply.pipeline.walking.told_results import from_bytes, to_bytes
 from meshwright.apply.pipeline.walking.without_numbers import run_plain, zeros_like_meta
 from meshwright.apply.pipeline.walking.written import (
     map_results,
@@ -147,7 +149,7 @@ class StageForward(Bookkeeping):
                 self._send_all(values, stage)
                 known = None if taken else self._shapes.of_unit(name, module, args, kwargs)
                 if known is not None and known.is_plain:
-                    return self._repeat_unit(name, known, stage, (args, kwargs))
+                    return self._repeat_unit(name, known, stage, (args, kwargs), is_plain=is_plain)
             elif values:
                 if [value for value in values if value.stand_in is not None]:
                     for value in values:
@@ -165,11 +167,11 @@ class StageForward(Bookkeeping):
                 outputs = self._run_unit(module, forward, args, kwargs)
             with without_function_modes():
                 outputs = self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
-            return self._with_numbers_noted(name, outputs)
+            return self._with_numbers_noted(name, outputs, None if is_plain else (args, kwargs))
         if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
-        return self._repeat_unit(name, known, stage, (args, kwargs))
+        return self._repeat_unit(name, known, stage, (args, kwargs), is_plain=is_plain)
 
     def _look_into(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -226,13 +228,16 @@ class StageForward(Bookkeeping):
         held = {id(place) for _, place in places}
         return map_results(outputs, lambda tensor: self._mark_result(tensor, old), held)
 
-    def _repeat_unit(self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _repeat_unit(
+        self, name: str, known: Known, stage: int, call: tuple[tuple[Any, ...], dict[str, Any]], *, is_plain: bool
+    ) -> Any:
         """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
         if self._is_told(name, stage):
             with without_function_modes():
                 known = from_bytes(self._tell(None, self._stage_map.num_stages, self._draws.device), known)
+        written = None if is_plain else call
         if known.is_plain:
-            return self._with_numbers_noted(name, self._stand_in(known, stage))
+            return self._with_numbers_noted(name, self._stand_in(known, stage), written)
         with without_function_modes():
             given: list[Tensor] = []
             if known.writes or known.effects:
@@ -241,14 +246,20 @@ class StageForward(Bookkeeping):
                 self._write_remote(given[place], meta, stage, by_layer=True)
         if known.effects:
             refuse_unseen(name, known.effects, self._stage_map.flow.leaves.get(name, ()))
-        return self._with_numbers_noted(name, self._stand_in(known, stage, given, call))
+        return self._with_numbers_noted(name, self._stand_in(known, stage, given, call), written)
 
     def _is_told(self, name: str, stage: int) -> bool:
         """Tell whether a layer's stage tells the others what it returns, beside the numbers in tensors."""
-        return stage == 0 and name in self._stage_map.flow.told
+        flow = self._stage_map.flow
+        return stage == 0 and (name in flow.told or name in flow.offered)
 
-    def _with_numbers_noted(self, name: str, outputs: Any) -> Any:
-        self._way.result(numbers_in(outputs), looks=name in self._stage_map.flow.looks)
+    def _with_numbers_noted(self, name: str, outputs: Any, call: tuple[Any, ...] | None = None) -> Any:
+        """Make what a call returned part of the path, and what it may have written into its arguments and attributes."""
+        found, leaves = outputs, self._stage_map.flow.leaves.get(name)
+        if call is not None or leaves:
+            slots = [vars(self._module.get_submodule(of)).get(slot) for of, slot in leaves or ()]
+            found = [outputs, *containers_of_call(*call or ((), {})), *slots]
+        self._way.result(sizes_in(found), facts_in(found), looks=name in self._stage_map.flow.looks)
         return outputs
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:

@@ -7,22 +7,20 @@ the first stage, which tells the others each time.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pickle
 import types
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.tracing.reads import looks_at_values
 from meshwright.apply.pipeline.tracing.scene import Path
+from meshwright.apply.pipeline.walking.plain_facts import facts_in
 from meshwright.apply.pipeline.walking.remembered import Known, encode_results
 from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.walking.stand_ins import Meta
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -87,16 +85,34 @@ class Lookers:
 
     def unsent(self, told: set[str]) -> Iterator[str]:
         """Yield the layers among these whose results cannot be sent: a function, an object of a class inside of a function."""
-        for call in self._seen:
-            if call.unit in told:
-                try:
-                    to_bytes(call.results)
-                except Exception:  # noqa: BLE001 - a user's class may raise anything
-                    yield call.unit
+        yield from (call.unit for call in self._seen if call.unit in told and not _can_be_sent(call.results))
+
+    @property
+    def offered(self) -> set[str]:
+        """Layers that may be told, since they return more than tensors: a value that nobody has tried may change that."""
+        kept = {call.unit for call in self._seen if call.changes or not _can_be_sent(call.results)}
+        return {call.unit for call in self._seen if _holds_more(call.results.results)} - kept
 
     def forget(self) -> None:
         """Hold no tensors any more."""
         self._seen = []
+
+
+def _can_be_sent(known: Known) -> bool:
+    try:
+        to_bytes(known)
+    except ApplyError:
+        return False
+    return True
+
+
+def _holds_more(tree: Any) -> bool:
+    """Tell whether encoded results hold anything but tensors: `(h, None)` does not."""
+    if isinstance(tree, (list, tuple)):
+        return any(map(_holds_more, tree))
+    if isinstance(tree, dict):
+        return any(map(_holds_more, tree.values()))
+    return not (tree is None or isinstance(tree, (Meta, Tensor)))
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -114,48 +130,24 @@ def _alike(one: Any, other: Any) -> bool:
         return one.__code__ is other.__code__ and _alike(*cells)
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
         return all(_alike(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
-    return bool(one == other) if isinstance(one, _PLAIN) else True
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, range, slice, np.generic)
+    return facts_in(one) == facts_in(other)
 
 
 def to_bytes(known: Known) -> bytes:
     """Encode a layer's results for the other stages.
 
     Raises:
-        Exception: What pickle raises: there is something in them that only this process has.
+        ApplyError: There is something in them that only this process has.
     """
-    return pickle.dumps(known.results)
+    try:
+        return pickle.dumps(known.results)
+    except Exception as error:
+        raise ApplyError(
+            f"a layer returns, beside tensors, what cannot be sent to other stages ({type(error).__name__}: {error})",
+            fix="return tensors, numbers, texts, or objects of classes that are defined in a module; or use pp=1",
+        ) from error
 
 
 def from_bytes(data: bytes, guess: Known) -> Known:
     """Decode what `to_bytes` gave; what the layer has written is as other stages have found it."""
     return Known(pickle.loads(data), guess.effects, guess.writes)  # noqa: S301 - the ranks of one job
-
-
-def numbers_in(tree: Any) -> Iterator[float]:
-    """Yield what results hold beside numbers in tensors: sizes, dtypes, Python numbers, texts and lengths, in containers too."""
-    if isinstance(tree, Tensor):
-        yield from tree.shape
-        yield tree.requires_grad
-        yield _number_of_dtype(tree.dtype)
-    elif isinstance(tree, (list, tuple)):
-        yield len(tree)
-        for item in tree:
-            yield from numbers_in(item)
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from numbers_in(key)
-            yield from numbers_in(item)
-    elif isinstance(tree, (int, float)):
-        yield tree
-    elif isinstance(tree, str):
-        yield zlib.crc32(tree.encode())
-    else:
-        yield tree is None
-
-
-@functools.cache
-def _number_of_dtype(dtype: torch.dtype) -> int:
-    return zlib.crc32(str(dtype).encode())

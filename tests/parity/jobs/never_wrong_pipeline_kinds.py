@@ -1,0 +1,126 @@
+"""Models whose layers return, or write, things of another kind for values that the first batch does not show."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, rows, tanh_block
+from torch import Tensor, nn
+
+
+def far_batch(seed: int) -> Any:
+    """Return a batch; those of odd numbers lie where no made-up value does."""
+    return rows(seed) + 5 * (seed % 2), rows(seed + 100)
+
+
+class Size(enum.Enum):
+    SMALL = 1
+    LARGE = 2
+
+
+@dataclasses.dataclass
+class Count:
+    number: int
+
+
+KINDS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], float]]] = {
+    "enum": (lambda far: Size.LARGE if far else Size.SMALL, lambda kind: kind.value),
+    "array": (lambda far: np.array([int(far)]), lambda kind: float(kind[0])),
+    "numpy": (np.int64, float),
+    "object": (lambda far: [Count(int(far))], lambda kind: kind[0].number),
+    "set": (lambda far: {1, 2} if far else {1}, len),
+    "negative": (lambda far: -1 if far else -2, float),
+    "flag": (lambda far: True if far else 1, lambda kind: 1.0 if kind is True else 0.0),
+    "none": (lambda far: None if far else 1, lambda kind: 0.0 if kind is None else 1.0),
+    "partial": (lambda far: functools.partial(pow, 2 if far else 3), lambda kind: kind(2)),
+}
+"""Name -> (makes what a layer returns, the number that code between layers takes from it)."""
+
+
+class _Returns(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.line, self.make = nn.Linear(WIDTH, WIDTH), KINDS[kind][0]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.line(x).tanh(), self.make(float(x.detach().mean()) > 3)
+
+
+class ReturnsKind(nn.Module):
+    """Code on later stages that scales by what a layer returns beside a tensor.
+
+    Args:
+        kind: A key of `KINDS`.
+        is_late: Whether the layer is the last one.
+    """
+
+    def __init__(self, kind: str, *, is_late: bool = False) -> None:
+        super().__init__()
+        self.returns, self.kind, self.is_late = _Returns(kind), kind, is_late
+        self.blocks = nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_late:
+            for block in self.blocks:
+                x = block(x) + x
+        x, kind = self.returns(x)
+        if not self.is_late:
+            for block in self.blocks:
+                x = block(x)
+        return x * (1 + KINDS[self.kind][1](kind))
+
+
+class _Notes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, notes: dict[str, Any]) -> Tensor:
+        notes["count"] = Count(int(x.detach().mean() > 3))
+        return self.line(x).tanh()
+
+
+class WritesNumber(nn.Module):
+    """Code on later stages that scales by a number which a layer has written into a dict that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes, self.blocks = _Notes(), nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes: dict[str, Any] = {}
+        x = self.notes(x, notes)
+        for block in self.blocks:
+            x = block(x)
+        return x * (1 + notes["count"].number)
+
+
+class _Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x).tanh()
+        self.kept = (h, int(x.detach().mean() > 3))
+        return h
+
+
+class KeepsNumber(nn.Module):
+    """The same, of a number that lies beside a tensor in a layer's attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps, self.blocks = _Keeps(), nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.keeps(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * (1 + self.keeps.kept[1]) + self.keeps.kept[0]
