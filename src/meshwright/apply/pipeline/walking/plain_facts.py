@@ -27,7 +27,7 @@ from meshwright.trees import tensors_in
 __all__: list[str] = []
 
 _DEPTH = 8  # of containers and objects inside each other
-_MOST = 4096
+_MOST = 65536
 """Numbers of one result, after which the rest counts as equal [count]."""
 
 
@@ -58,17 +58,18 @@ class _Walk:
 
     def of(self, item: Any) -> Iterator[float]:
         """Yield the numbers of one object."""
-        if isinstance(item, Tensor | Meta | nn.Module):  # a plan gives modules classes of its own
+        if isinstance(item, Tensor | Meta | nn.Module) or self._left <= 0:  # a plan gives modules classes of its own
             return
         plain = _PLAIN.get(type(item))
         if plain is not None:
             self._left -= 1
             yield from plain(item)
-        elif id(item) not in self._open and len(self._open) < _DEPTH and self._left > 0:
+        elif id(item) not in self._open and len(self._open) < _DEPTH:
             self._open.add(id(item))
             self._left -= 1
             yield _named(type(item))
-            yield from self._inside(item)
+            with contextlib.suppress(Exception):  # what a container of the user's own raises
+                yield from self._inside(item)
             self._open.discard(id(item))
 
     def _inside(self, item: Any) -> Iterator[float]:
@@ -98,9 +99,10 @@ def _parts_of(item: Any) -> Iterator[Any]:
         yield from (item.dtype.str, item.shape, item.tolist() if item.dtype.hasobject else item.tobytes())
     elif isinstance(item, (bytes, bytearray, array.array)):
         yield bytes(item)
-    elif isinstance(item, (int, float, complex, str)):  # a class of the user's own
-        yield next(kind for kind in (int, float, complex, str) if isinstance(item, kind))(item)
-        yield fields_of(item)
+    elif isinstance(item, str):  # a class of the user's own, as the next one
+        yield from (str(item), fields_of(item))
+    elif isinstance(item, (int, float, complex)):
+        yield from (item.real, item.imag, fields_of(item))
     elif isinstance(item, functools.partial):
         yield from (item.func, item.args, item.keywords)
     elif isinstance(item, types.MethodType):
@@ -136,8 +138,7 @@ def _attributes_of(item: Any) -> Iterator[Any]:
         for name in sorted(own, key=str):
             yield from (name, own[name])
         return
-    with contextlib.suppress(Exception):  # a user's class may raise anything; a lock cannot be copied
-        yield from (part for part in item.__reduce_ex__(2)[1:3] if not isinstance(part, type))
+    yield from (part for part in item.__reduce_ex__(2)[1:3] if not isinstance(part, type))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -74,6 +74,8 @@ from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
+_NO_CALL: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
 
 class StageForward(Bookkeeping):
     """A walk: one stage's forward of one micro-batch, which runs inside this context."""
@@ -167,7 +169,7 @@ class StageForward(Bookkeeping):
                 outputs = self._run_unit(module, forward, args, kwargs)
             with without_function_modes():
                 outputs = self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
-            return self._with_numbers_noted(name, outputs, None if is_plain else (args, kwargs))
+            return self._with_numbers_noted(name, outputs, _NO_CALL if is_plain else (args, kwargs))
         if known is None:
             with self.paused():
                 known = self._shapes.find_of_unit(name, module, forward, args, kwargs)
@@ -235,7 +237,7 @@ class StageForward(Bookkeeping):
         if self._is_told(name, stage):
             with without_function_modes():
                 known = from_bytes(self._tell(None, self._stage_map.num_stages, self._draws.device), known)
-        written = None if is_plain else call
+        written = _NO_CALL if is_plain else call
         if known.is_plain:
             return self._with_numbers_noted(name, self._stand_in(known, stage), written)
         with without_function_modes():
@@ -253,12 +255,14 @@ class StageForward(Bookkeeping):
         flow = self._stage_map.flow
         return stage == 0 and (name in flow.told or name in flow.offered)
 
-    def _with_numbers_noted(self, name: str, outputs: Any, call: tuple[Any, ...] | None = None) -> Any:
+    def _with_numbers_noted(
+        self, name: str, outputs: Any, call: tuple[tuple[Any, ...], dict[str, Any]] = _NO_CALL
+    ) -> Any:
         """Make what a call returned part of the path, and what it may have written into its arguments and attributes."""
-        found, leaves = outputs, self._stage_map.flow.leaves.get(name)
-        if call is not None or leaves:
-            slots = [vars(self._module.get_submodule(of)).get(slot) for of, slot in leaves or ()]
-            found = [outputs, *containers_of_call(*call or ((), {})), *slots]
+        slots = self._stage_map.flow.leaves.get(name, ())
+        written = [vars(self._module.get_submodule(of)).get(slot) for of, slot in slots]
+        written += containers_of_call(*call)
+        found = [outputs, *written] if written else outputs
         self._way.result(sizes_in(found), facts_in(found), looks=name in self._stage_map.flow.looks)
         return outputs
 

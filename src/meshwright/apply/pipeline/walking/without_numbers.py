@@ -139,9 +139,10 @@ def run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return func(*args, **kwargs)
     except FakeTensorError as error:
         raise NeedsNumbersError(type(error).__name__) from error
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AttributeError, BufferError) as error:
         # C++ code that reads a tensor's numbers, an operator whose shapes torch knows for some dtypes (grouped_mm), or, before
-        # torch 2.13, a subclass of Parameter: a TypeError. An error of the user's own code comes again from the run on values.
+        # torch 2.13, a subclass of Parameter: a TypeError. A copy of a fake tensor, or a view of its memory: one of the last two.
+        # An error of the user's own code comes again from the run on values.
         raise NeedsNumbersError(str(error)) from error
 
 
