@@ -108,6 +108,18 @@ def test_is_refused_on_all_ranks_with_a_fix(name: str) -> None:
     assert all("fix:" in str(outcome.error) for outcome in outcomes)
 
 
+@pytest.mark.parametrize("name", ["returns_half", "writes_number", "returns_enum_late"])
+def test_other_kinds_are_refused_where_layers_are_cut(name: str) -> None:
+    outcomes = testing.run_outcomes(jobs.run_planned, 4, name, "tp=2,pp=2")
+    assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)
+    assert any(jobs.REFUSED[name] in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("kind", ["enum", "object"])
+def test_other_kinds_are_told_by_the_first_stage_where_layers_are_cut(kind: str) -> None:
+    _assert_equal(f"returns_{kind}", "tp=2,pp=2")
+
+
 @pytest.mark.parametrize("kind", ["python", "torch"])
 def test_layers_left_out_by_chance_after_training_began(kind: str) -> None:
     # Each rank has another state of Python's generator; the stages decide alike all the same.

@@ -21,7 +21,14 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
     seed_python,
 )
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, SumsUp, growing_batch
-from tests.parity.jobs.never_wrong_pipeline_kinds import KINDS, KeepsNumber, ReturnsKind, WritesNumber, far_batch
+from tests.parity.jobs.never_wrong_pipeline_kinds import (
+    KINDS,
+    KeepsNumber,
+    ReturnsHalf,
+    ReturnsKind,
+    WritesNumber,
+    far_batch,
+)
 from tests.parity.jobs.never_wrong_pipeline_reads import (
     DeepCache,
     FirstReads,
@@ -275,6 +282,7 @@ REFUSED = {
     "runs_in_backward": "is called inside of _InBackward.apply()",
     "writes_number": "in what layers return or write",
     "keeps_number": "in what layers return or write",
+    "returns_half": "in what layers return or write",
     "returns_enum_late": "in what layers return or write",
     "returns_partial_late": "in what layers return or write",
 }
@@ -286,6 +294,7 @@ SCRIPTS: dict[str, Script] = {
     "returns_enum_late": Script(lambda: ReturnsKind("enum", is_late=True), far_batch),
     "returns_partial_late": Script(lambda: ReturnsKind("partial", is_late=True), far_batch),
     "writes_number": Script(WritesNumber, far_batch),
+    "returns_half": Script(ReturnsHalf, far_batch),
     "keeps_number": Script(KeepsNumber, far_batch),
     "runs_in_backward": Script(RunsInBackward),
     "first_reads": Script(FirstReads, evaluates=(1,)),

@@ -124,3 +124,27 @@ class KeepsNumber(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x * (1 + self.keeps.kept[1]) + self.keeps.kept[0]
+
+
+class _Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + self.down(self.up(x).tanh())
+        return h, h[:, : 4 if float(x.detach().mean()) > 3 else 2]
+
+
+class ReturnsHalf(nn.Module):
+    """Code on later stages that counts the columns of a result: four, or two, which two shards of four would have as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves, self.blocks = _Halves(), nn.ModuleList(_Halves() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, part = self.halves(x)
+        for block in self.blocks:
+            x = block(x)[0]
+        return x * part.shape[1]

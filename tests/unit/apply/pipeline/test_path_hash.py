@@ -57,3 +57,15 @@ def test_numbers_beside_tensors_count_whole_where_layers_are_cut() -> None:
         return way.digest
 
     assert digest(1) != digest(2)
+
+
+def test_sizes_count_whole_where_no_layer_around_is_cut() -> None:
+    """Two rows in place of four are no half of a result that lies in one piece."""
+
+    def digest(size: int, *, in_parts: bool) -> int:
+        way = Way(0, is_training=True, shards=2)
+        way.result([size, 8], looks=True, in_parts=in_parts)
+        return way.digest
+
+    assert digest(2, in_parts=False) != digest(4, in_parts=False)
+    assert digest(2, in_parts=True) == digest(4, in_parts=True)

@@ -25,9 +25,7 @@ _SIZES = "nonzero argwhere unique unique_consecutive _return_output _return_inve
 _ALWAYS = frozenset(f"{_NUMBERS} {_SIZES}".split())
 _SOMETIMES = frozenset(["where", "__getitem__", "masked_select", "repeat_interleave", "one_hot"])
 _READING = _ALWAYS | _SOMETIMES
-_SHOWN = frozenset(
-    ["__array__", "__format__", "__repr__", "__dlpack__", "__reduce_ex__", "_nnz", "to_sparse", "untyped_storage"]
-)
+_SHOWN = frozenset(["__array__", "__dlpack__", "__reduce_ex__", "_nnz", "to_sparse", "untyped_storage"])
 """Calls that give a layer's code numbers by ways that other stages cannot follow between layers."""
 _MASKS = (torch.bool, torch.uint8)
 
@@ -40,9 +38,8 @@ def may_read(func: Callable[..., Any], values: Sequence[StageValue]) -> bool:
 
 def looks_at_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call inside of a layer may make a number, or a size, of values: it reads some, or is given a count."""
-    is_shown = getattr(func, "__name__", "") in _SHOWN
     return (
-        is_shown
+        getattr(func, "__name__", "") in _SHOWN
         or bool(_read_by_name(func, args, kwargs))
         or any(_is_count(tensor) for tensor in tensors_of((args, kwargs)))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -29,6 +30,8 @@ class StageMap:
         holders: FQN -> the stages that use the parameter, ascending; more than one where it is tied over stages.
         shares: Share of the step's counted work that each stage has.
         flow: The calls as they were traced.
+        parts: Units whose results may lie in shards on the stage that runs them: those around and between layers that tensor
+            parallelism cuts together.
     """
 
     num_stages: int
@@ -36,6 +39,7 @@ class StageMap:
     holders: Mapping[str, tuple[int, ...]]
     shares: tuple[float, ...]
     flow: Flow
+    parts: frozenset[str] = frozenset()
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -194,7 +198,14 @@ def cut(
         holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
         shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
         flow=flow,
+        parts=frozenset(unit for unit in flow.units if any(is_inside(unit, _scope_of(found)) for found in together)),
     )
+
+
+def _scope_of(units: Iterable[str]) -> str:
+    """Return the innermost module around some units."""
+    columns = zip(*(unit.split(".") for unit in units), strict=False)
+    return ".".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _blocks(module: nn.Module, flow: Flow, together: Sequence[set[str]]) -> list[list[int]]:

@@ -53,21 +53,24 @@ class Way:
         crossing = [_facts(value) for value in values if value.home != stage and value.home is not None]
         self._hash = hash((self._hash, number, stage, *crossing))
 
-    def result(self, sizes: Iterable[int], facts: Iterable[float] = (), *, looks: bool) -> None:
+    def result(self, sizes: Iterable[int], facts: Iterable[float] = (), *, looks: bool, in_parts: bool = True) -> None:
         """Record what a layer's results hold: its stage has it from the values, others may have made it up.
 
-        Where layers are cut, their stage may hold a part of a result. Sizes count there for layers whose code looks at values,
-        without the factors that the number of shards has.
+        Where layers are cut, their stage may hold a part of a result: sizes count without the factors that the number of shards
+        has. There they count for layers whose code looks at values alone.
 
         Args:
             sizes: Of the tensors.
             facts: What `facts_in` finds beside tensors.
             looks: Whether the layer's code looks at values.
+            in_parts: Whether its stage may hold a part, where layers are cut.
         """
         if self.is_over or self.in_hook:
             return
-        if self._shards > 1:
-            sizes = [_without_factors(size, self._shards) for size in sizes] if looks else ()
+        if self._shards > 1 and not looks:
+            sizes = ()
+        elif self._shards > 1 and in_parts:
+            sizes = [_without_factors(size, self._shards) for size in sizes]
         self._hash = hash((self._hash, *sizes, *facts))
 
     def draw(self, *places: int) -> None:

@@ -259,11 +259,11 @@ class StageForward(Bookkeeping):
         self, name: str, outputs: Any, call: tuple[tuple[Any, ...], dict[str, Any]] = _NO_CALL
     ) -> Any:
         """Make what a call returned part of the path, and what it may have written into its arguments and attributes."""
-        slots = self._stage_map.flow.leaves.get(name, ())
-        written = [vars(self._module.get_submodule(of)).get(slot) for of, slot in slots]
+        flow, parts = self._stage_map.flow, self._stage_map.parts
+        written = [vars(self._module.get_submodule(of)).get(slot) for of, slot in flow.leaves.get(name, ())]
         written += containers_of_call(*call)
         found = [outputs, *written] if written else outputs
-        self._way.result(sizes_in(found), facts_in(found), looks=name in self._stage_map.flow.looks)
+        self._way.result(sizes_in(found), facts_in(found), looks=name in flow.looks, in_parts=name in parts)
         return outputs
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
