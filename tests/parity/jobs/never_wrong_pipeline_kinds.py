@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from tests.parity.jobs.never_wrong_pipeline_states import WIDTH, rows, tanh_block
 from torch import Tensor, nn
 
@@ -28,11 +29,18 @@ class Count:
     number: int
 
 
+@dataclasses.dataclass
+class Held:
+    tensor: Tensor
+    number: int
+
+
 KINDS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], float]]] = {
     "enum": (lambda far: Size.LARGE if far else Size.SMALL, lambda kind: kind.value),
     "array": (lambda far: np.array([int(far)]), lambda kind: float(kind[0])),
     "numpy": (np.int64, float),
     "object": (lambda far: [Count(int(far))], lambda kind: kind[0].number),
+    "output": (lambda far: Held(torch.ones(2), int(far)), lambda kind: kind.number),
     "set": (lambda far: {1, 2} if far else {1}, len),
     "negative": (lambda far: -1 if far else -2, float),
     "flag": (lambda far: True if far else 1, lambda kind: 1.0 if kind is True else 0.0),
