@@ -23,7 +23,9 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
 from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, SumsUp, growing_batch
 from tests.parity.jobs.never_wrong_pipeline_kinds import (
     KINDS,
+    GrowsTable,
     KeepsNumber,
+    MarksFar,
     ReturnsHalf,
     ReturnsKind,
     WritesNumber,
@@ -283,6 +285,8 @@ REFUSED = {
     "writes_number": "in what layers return or write",
     "keeps_number": "in what layers return or write",
     "returns_half": "in what layers return or write",
+    "marks_far": "in what layers return or write",
+    "grows_table": "in what layers return or write",
     "returns_enum_late": "in what layers return or write",
     "returns_partial_late": "in what layers return or write",
 }
@@ -294,6 +298,8 @@ SCRIPTS: dict[str, Script] = {
     "returns_enum_late": Script(lambda: ReturnsKind("enum", is_late=True), far_batch),
     "returns_partial_late": Script(lambda: ReturnsKind("partial", is_late=True), far_batch),
     "writes_number": Script(WritesNumber, far_batch),
+    "marks_far": Script(MarksFar, far_batch),
+    "grows_table": Script(GrowsTable, far_batch),
     "returns_half": Script(ReturnsHalf, far_batch),
     "keeps_number": Script(KeepsNumber, far_batch),
     "runs_in_backward": Script(RunsInBackward),

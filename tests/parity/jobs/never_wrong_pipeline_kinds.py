@@ -156,3 +156,56 @@ class ReturnsHalf(nn.Module):
         for block in self.blocks:
             x = block(x)[0]
         return x * part.shape[1]
+
+
+class _Marks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.is_far = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().mean()) > 3:
+            self.is_far = True
+        return self.line(x).tanh()
+
+
+class MarksFar(nn.Module):
+    """Code on later stages that reads a flag which a layer sets for some values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks, self.blocks = _Marks(), nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.marks(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * 2 if self.marks.is_far else x
+
+
+class _Grows(nn.Module):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.ones(1, WIDTH), persistent=False)
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        if count > len(self.table):
+            self.table = torch.ones(count, WIDTH)
+        return self.line(x).tanh() + self.table[:count].mean(0)
+
+
+class GrowsTable(nn.Module):
+    """Code on later stages that asks for the length of a table which a layer lets grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grows, self.blocks = _Grows(), nn.ModuleList(tanh_block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.grows(x, 4 if x.mean() > 3 else 1)
+        for block in self.blocks:
+            x = block(x)
+        return x * len(self.grows.table)

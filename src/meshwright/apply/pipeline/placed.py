@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -63,6 +64,8 @@ class Placed:
         make_group: Callable[[Sequence[int]], Communicator],
     ) -> None:
         pipe, own = post.group, post.own
+        if together is not None:  # a cut layer has other integers in its attributes than a whole one
+            flow = dataclasses.replace(flow, watched={})
         self._module, self._units, self._under_way = module, flow.units, under_way
         ranks = [schedule.rank_of_stage(stage) for stage in range(plan.num_stages)]
         self.stage_map: StageMap = cut(module, flow, ranks, plan.stages, together or ())

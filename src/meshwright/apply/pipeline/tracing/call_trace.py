@@ -51,6 +51,8 @@ class Flow:
         shown: Texts that it made of such a tensor, to print it for example, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
+        watched: Unit's name -> (module, attribute) of its modules that the code between units uses, where values may decide what
+            its calls write there: buffers, and where it looks at values attributes without tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
         opens: Units whose calls use other units' tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
@@ -72,6 +74,7 @@ class Flow:
     reads: tuple[str, ...]
     draws_python: tuple[str, ...] = ()
     leaves: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    watched: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     takes: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     opens: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
@@ -95,6 +98,10 @@ class Flow:
         fields = _with_tuples(value)
         calls = tuple(UnitCall(**call) for call in fields.pop("calls"))
         return cls(calls=calls, **fields)
+
+    def tells(self, unit: str) -> bool:
+        """Tell whether the first stage, where it runs a unit, tells the others what it returns beside the numbers in tensors."""
+        return unit in self.told or unit in self.offered
 
     @property
     def num_first(self) -> int:

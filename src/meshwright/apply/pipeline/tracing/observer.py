@@ -282,8 +282,7 @@ class ForwardObserver(TorchFunctionMode):
         if not self._is_in_model:
             return
         needed = [value for t in read_tensors(func, args, kwargs) if (value := value_of(t)) and value.owner is self]
-        if needed:
-            home = latest_of(value.home for value in needed) or 0
+        home = (latest_of(value.home for value in needed) or 0) if needed else home
         text = f"{shown_name(func)} of a tensor of '{self._calls[home]['unit']}'"
         if needed:
             self._firsts[text] = max(home, self._firsts.get(text, home))
@@ -381,6 +380,7 @@ class ForwardObserver(TorchFunctionMode):
             shown=tuple(dict.fromkeys(self._shown)),
             draws_python=tuple(sorted(self._draws_python | _may_draw(self._module, self._units))),
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
+            watched=self._shared.watched(self._lookers.units),
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
             looks=tuple(sorted(self._lookers.units)),

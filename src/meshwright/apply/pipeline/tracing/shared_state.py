@@ -14,16 +14,17 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshwright.apply.pipeline.tracing.call_trace import modules_around
-from meshwright.apply.pipeline.tracing.scene import VARS, Path, fields_of, resolve
+from meshwright.apply.pipeline.tracing.scene import VARS, Path, fields_of, holds_tensors, resolve
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.outside import Elsewhere, Outside
 from meshwright.describe.function_caches import no_cached_tensors
+from meshwright.trees import LEAVES
 
 __all__: list[str] = []
 
@@ -99,6 +100,26 @@ class SharedState:
             for path, key in changes.get(unit, ()):
                 self.note(unit, path, key)
 
+    def watched(self, looking: Collection[str]) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Return (module, attribute) of what units may write with other values, and the code between them uses, by unit.
+
+        Args:
+            looking: The units whose code looks at values.
+        """
+        found: dict[str, list[tuple[str, str]]] = {}
+        places: dict[tuple[str, str], tuple[int, str]] = {}
+        for unit in self._units:
+            for name, module in self._module.get_submodule(unit).named_modules(prefix=unit):
+                plain = [key for key, value in vars(module).items() if _is_plain(value)] if unit in looking else []
+                for key in (*module._buffers, *(key for key in plain if key not in OF_TORCH)):
+                    places[name, key] = id(vars(module)), key
+                    found.setdefault(unit, []).append((name, key))
+        if not found:
+            return {}
+        uses = _AttributeUses(self._module, [child for _, child in modules_around(self._module, self._units)])
+        used = {unit: tuple(slot for slot in slots if uses.includes(places[slot])) for unit, slots in found.items()}
+        return {unit: slots for unit, slots in used.items() if slots}
+
     def _is_cached(self, name: str, key: Any) -> bool:
         """Tell whether a module keeps the result of a `functools.cached_property` there: every stage computes it for itself."""
         kind = type(self._module.get_submodule(name))
@@ -140,6 +161,10 @@ class SharedState:
                 if used:
                     yield f"layer '{name}' changes {used[0]}, which {user} uses as well"
                     break
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in LEAVES or (isinstance(value, (list, tuple, dict, set)) and not holds_tensors(value))
 
 
 class _AttributeUses:

@@ -252,15 +252,15 @@ class StageForward(Bookkeeping):
 
     def _is_told(self, name: str, stage: int) -> bool:
         """Tell whether a layer's stage tells the others what it returns, beside the numbers in tensors."""
-        flow = self._stage_map.flow
-        return stage == 0 and (name in flow.told or name in flow.offered)
+        return stage == 0 and self._stage_map.flow.tells(name)
 
     def _with_numbers_noted(
         self, name: str, outputs: Any, call: tuple[tuple[Any, ...], dict[str, Any]] = _NO_CALL
     ) -> Any:
         """Make what a call returned part of the path, and what it may have written into its arguments and attributes."""
         flow, parts = self._stage_map.flow, self._stage_map.parts
-        written = [vars(self._module.get_submodule(of)).get(slot) for of, slot in flow.leaves.get(name, ())]
+        slots = (*flow.leaves.get(name, ()), *flow.watched.get(name, ()))
+        written = [getattr(self._module.get_submodule(of), slot, None) for of, slot in slots]
         written += containers_of_call(*call)
         found = [outputs, *written] if written else outputs
         self._way.result(sizes_in(found), facts_in(found), looks=name in flow.looks, in_parts=name in parts)
