@@ -19,6 +19,11 @@ def far_batch(seed: int) -> Any:
     return rows(seed) + 5 * (seed % 2), rows(seed + 100)
 
 
+def is_far(x: Tensor) -> bool:
+    """Tell where a batch lies, in a way that no search can answer otherwise: NumPy computes it."""
+    return bool(np.asarray(x.detach()).mean() > 3)
+
+
 class Size(enum.Enum):
     SMALL = 1
     LARGE = 2
@@ -56,7 +61,7 @@ class _Returns(nn.Module):
         self.line, self.make = nn.Linear(WIDTH, WIDTH), KINDS[kind][0]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        return self.line(x).tanh(), self.make(float(x.detach().mean()) > 3)
+        return self.line(x).tanh(), self.make(is_far(x))
 
 
 class ReturnsKind(nn.Module):
@@ -89,7 +94,7 @@ class _Notes(nn.Module):
         self.line = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, notes: dict[str, Any]) -> Tensor:
-        notes["count"] = Count(int(x.detach().mean() > 3))
+        notes["count"] = Count(int(is_far(x)))
         return self.line(x).tanh()
 
 
@@ -116,7 +121,7 @@ class _Keeps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.line(x).tanh()
-        self.kept = (h, int(x.detach().mean() > 3))
+        self.kept = (h, int(is_far(x)))
         return h
 
 
@@ -141,7 +146,7 @@ class _Halves(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = x + self.down(self.up(x).tanh())
-        return h, h[:, : 4 if float(x.detach().mean()) > 3 else 2]
+        return h, h[:, : 4 if is_far(x) else 2]
 
 
 class ReturnsHalf(nn.Module):
@@ -164,7 +169,7 @@ class _Marks(nn.Module):
         self.line, self.is_far = nn.Linear(WIDTH, WIDTH), False
 
     def forward(self, x: Tensor) -> Tensor:
-        if float(x.detach().mean()) > 3:
+        if is_far(x):
             self.is_far = True
         return self.line(x).tanh()
 

@@ -1,4 +1,4 @@
-"""What results hold beside the numbers in tensors, as numbers that are the same in all processes.
+"""Facts of results beside the numbers in their tensors, as numbers that are the same in all processes.
 
 Stages compare these: the stage that runs a layer has them from the values, the others have made them up.
 """
@@ -31,13 +31,17 @@ _MOST = 65536
 """Numbers of one result, after which the rest counts as equal [count]."""
 
 
-def sizes_in(tree: Any) -> Iterator[int]:
-    """Yield the sizes of the tensors in results."""
-    if isinstance(tree, Tensor):
-        yield from tree.shape
-    else:
-        for tensor in tensors_in(tree):
-            yield from tensor.shape
+def sizes_in(tree: Any, outputs: Any = None) -> Iterator[int]:
+    """Yield sizes of tensors that a layer returns or writes; of its outputs whether they require a gradient, and dtypes, too."""
+    for tensor in (tree,) if isinstance(tree, Tensor) else tensors_in(tree):
+        yield from tensor.shape
+    for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors_in(outputs):
+        yield from (tensor.requires_grad, _of_dtype(tensor.dtype))
+
+
+@functools.cache
+def _of_dtype(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
 
 
 def facts_in(tree: Any) -> tuple[float, ...]:

@@ -263,7 +263,7 @@ class StageForward(Bookkeeping):
         written = [getattr(self._module.get_submodule(of), slot, None) for of, slot in slots]
         written += containers_of_call(*call)
         found = [outputs, *written] if written else outputs
-        self._way.result(sizes_in(found), facts_in(found), looks=name in flow.looks, in_parts=name in parts)
+        self._way.result(sizes_in(found, outputs), facts_in(found), looks=name in flow.looks, in_parts=name in parts)
         return outputs
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
