@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.apply.state.attributes import may_change, read_parts, write_parts
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, copied
 from meshwright.apply.state.grown import Grown
-from meshwright.trees import write_back
+from meshwright.trees import LEAVES, write_back
 
 __all__: list[str] = []
 
@@ -86,15 +86,20 @@ class Elsewhere:
             if tensor._version != version and held is not None:
                 write_back(tensor, held, version)
 
-    def changed(self) -> dict[Any, str]:
-        """Return the changes: keys for `reaches`, with names. A dict that has only grown is a cache, and not a change."""
+    def changed(self, *, by_value: bool = False) -> dict[Any, str]:
+        """Return the changes: keys for `reaches`, with names. A dict that has only grown is a cache, and not a change.
+
+        Args:
+            by_value: Whether a number, a text or a tensor that is equal to the one before is none.
+        """
         found: dict[Any, str] = {}
+        alike = _is_equal if by_value else _is_alike
         for space, name, label, value, key in self._slots:
-            if value_in(space, name) is not value and not isinstance(value, COPIED_ITERATORS):
+            if not (alike(value_in(space, name), value) or isinstance(value, COPIED_ITERATORS)):
                 found[key] = label
         for value, then, label in self._inside:
             now = read_parts(value)
-            has_grown = isinstance(now, dict) and all(name in now and _is_alike(now[name], then[name]) for name in then)
+            has_grown = isinstance(now, dict) and all(name in now and alike(now[name], then[name]) for name in then)
             if not (has_grown or _is_same(now, then)):
                 found[id(value)] = label
         for tensor, version, _ in self._tensors:
@@ -133,6 +138,16 @@ def _with_copies(parts: Any) -> Any:
 
 def _is_alike(now: Any, then: Any) -> bool:
     return now is then or isinstance(then, COPIED_ITERATORS)
+
+
+def _is_equal(now: Any, then: Any) -> bool:
+    if _is_alike(now, then):
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == then.shape and torch.equal(now, then)
+    return type(now) in LEAVES and bool(now == then)
 
 
 def _is_same(now: Any, then: Any) -> bool:

@@ -126,5 +126,5 @@ class Counts(nn.Module):
 )
 def test_a_branch_behind_a_threshold_is_tried(asks: str, kinds: set[str]) -> None:
     layer = Counts(asks)
-    found, _ = _shapes_of(layer).guesses("", layer, (_elsewhere(3, 4), torch.ones(3)), {})
+    found, *_ = _shapes_of(layer).guesses("", layer, (_elsewhere(3, 4), torch.ones(3)), {})
     assert {guess.results[1] for guess in found} == kinds

@@ -362,7 +362,7 @@ class ForwardObserver(TorchFunctionMode):
             for call, used in zip(self._calls, self._used, strict=True)
         )
         told = self._lookers.judge(self._module, judged)
-        self._shared.note_for_some(judged.changes)
+        self._shared.note_for_some(judged.changes, judged.outside)
         self._reads += [f"what '{unit}' returns, of a kind that cannot be sent" for unit in self._lookers.unsent(told)]
         of_told = {f"a size or number that '{c.unit}' returns": i for i, c in enumerate(calls) if c.unit in told}
         idle = {

@@ -94,9 +94,13 @@ class SharedState:
         text = f"layer '{unit}' changes '{'.'.join(names)}' of {of}"
         self._changes.setdefault(unit, {})[id(place), str(key) if is_attributes else None] = text
 
-    def note_for_some(self, changes: Mapping[str, Iterable[tuple[Path, Any]]]) -> None:
-        """Record entries that units change for some values, in the form of `note`."""
+    def note_for_some(
+        self, changes: Mapping[str, Iterable[tuple[Path, Any]]], outside: Mapping[str, Mapping[Any, str]]
+    ) -> None:
+        """Record what units change for some values: entries in the form of `note`, and state outside of modules."""
         for unit in self._units:
+            if outside.get(unit):
+                self._changes_outside.setdefault(unit, {}).update(outside[unit])
             for path, key in changes.get(unit, ()):
                 self.note(unit, path, key)
 

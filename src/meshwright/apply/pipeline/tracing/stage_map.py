@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import nn
 
 from meshwright.apply.pipeline.tracing.call_trace import Flow, call_costs
+from meshwright.apply.pipeline.tracing.may_look import units_that_may_look
 from meshwright.apply.tensor.tensor_layout import is_inside
 from meshwright.describe.layers import find_layers
 from meshwright.errors import ApplyError, did_you_mean
@@ -32,6 +33,7 @@ class StageMap:
         flow: The calls as they were traced.
         parts: Units whose results may lie in shards on the stage that runs them: those around and between layers that tensor
             parallelism cuts together.
+        may_look: Units whose code looks at values, or names what does.
     """
 
     num_stages: int
@@ -40,6 +42,7 @@ class StageMap:
     shares: tuple[float, ...]
     flow: Flow
     parts: frozenset[str] = frozenset()
+    may_look: frozenset[str] = frozenset()
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -198,6 +201,7 @@ def cut(
         holders={name: tuple(sorted(found)) or (0,) for name, found in holders.items()},
         shares=tuple(loads[stage] / sum(costs) for stage in range(num_stages)),
         flow=flow,
+        may_look=frozenset({*flow.looks, *units_that_may_look(module, flow.units)}),
         parts=frozenset(unit for unit in flow.units if any(is_inside(unit, _scope_of(found)) for found in together)),
     )
 

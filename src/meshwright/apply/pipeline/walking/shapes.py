@@ -35,6 +35,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
 )
 from meshwright.apply.state.buffers import buffer_slots
 from meshwright.apply.state.hook_tables import hooks_put_back
+from meshwright.apply.state.outside import Outside
 from meshwright.describe.function_caches import no_cached_tensors
 from meshwright.python_state import PythonState
 from meshwright.trees import LEAVES
@@ -109,16 +110,18 @@ class Shapes:
 
     def guesses(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Known], set[tuple[Path, Any]]]:
+    ) -> tuple[list[Known], set[tuple[Path, Any]], dict[Any, str]]:
         """Run a unit's call on several values in place of its parameters and of other units' tensors.
 
         Returns:
-            What it gives for each, and where its code reads other numbers of them; and the attributes without tensors that it
-            changes for any, as (place, key).
+            What it gives for each, and where its code reads other numbers of them; the attributes without tensors that it
+            changes for any, as (place, key); and the state outside of modules that it changes for any, as `Elsewhere.changed`.
         """
         scene, module, run = self._prepare(name, module, type(module).forward, args, kwargs)
         generators, found, changed = PythonState(), list[Known](), set[tuple[Path, Any]]()
         read: dict[Place, None] = {}
+        outside = Outside(module).take(with_attributes=False)
+        changed_outside: dict[Any, str] = {}
 
         def guess(make: Callable[[Meta], Tensor], answers: Answers) -> bool:
             try:
@@ -127,6 +130,8 @@ class Shapes:
                 return False
             finally:
                 generators.restore()
+                changed_outside.update(outside.changed(by_value=True))
+                outside.restore()
             return True
 
         fits = zeros_like_meta
@@ -137,7 +142,7 @@ class Shapes:
             read.update(answers.read)
         for answers in other_answers(read):
             guess(fits, answers)
-        return found, changed
+        return found, changed, changed_outside
 
     def _prepare(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

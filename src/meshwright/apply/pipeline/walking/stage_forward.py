@@ -261,7 +261,7 @@ class StageForward(Bookkeeping):
         flow, parts = self._stage_map.flow, self._stage_map.parts
         slots = (*flow.leaves.get(name, ()), *flow.watched.get(name, ()))
         written = [getattr(self._module.get_submodule(of), slot, None) for of, slot in slots]
-        written += containers_of_call(*call)
+        written += containers_of_call(*call) if name in self._stage_map.may_look else ()
         found = [outputs, *written] if written else outputs
         self._way.result(sizes_in(found, outputs), facts_in(found), looks=name in flow.looks, in_parts=name in parts)
         return outputs

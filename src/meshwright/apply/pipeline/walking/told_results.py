@@ -44,6 +44,8 @@ class Judged:
     """Whether values decide what a layer returns, beside numbers in tensors."""
     changes: dict[str, set[tuple[Path, Any]]] = dataclasses.field(default_factory=dict)
     """Attributes without tensors, as (place, key), that a layer changes for some values."""
+    outside: dict[str, dict[Any, str]] = dataclasses.field(default_factory=dict)
+    """State outside of modules, as `Elsewhere.changed` names it, that a layer changes for some values."""
 
 
 class Lookers:
@@ -77,10 +79,11 @@ class Lookers:
         if fresh:
             shapes = Shapes(make_twins(module, [call.unit for call in fresh]), (), ())
             for call in fresh:
-                guesses, changed = shapes.guesses(call.unit, call.layer, call.args, call.kwargs)
+                guesses, changed, outside = shapes.guesses(call.unit, call.layer, call.args, call.kwargs)
                 differ = any(not _alike(guess.results, call.results.results) for guess in guesses)
                 judged.told[call.unit] = judged.told.get(call.unit, False) or (differ and not call.changes)
                 judged.changes.setdefault(call.unit, set()).update(changed)
+                judged.outside.setdefault(call.unit, {}).update(outside)
         return {call.unit for call in self._seen if judged.told[call.unit]}
 
     def unsent(self, told: set[str]) -> Iterator[str]:

@@ -1,0 +1,52 @@
+"""Units whose code names what reads values: on a branch that the first batch did not take, they may make numbers of these."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+__all__: list[str] = []
+
+_VALUES = ("item", "tolist", "numpy", "nonzero", "is_nonzero", "equal", "allclose", "unique", "count_nonzero")
+_READING = frozenset((*_VALUES, "any", "all", "int", "float", "bool", "len", "asarray", "array"))
+
+
+def units_that_may_look(module: nn.Module, units: Iterable[str]) -> Iterator[str]:
+    """Yield the units in whose modules a method of their own names such a call.
+
+    Args:
+        module: The model.
+        units: Names of modules.
+    """
+    known: dict[type, bool] = {}
+    for unit in units:
+        for child in module.get_submodule(unit).modules():
+            kind = type(child)
+            if kind not in known:
+                known[kind] = any(_names_a_reading(base) for base in kind.__mro__ if not _is_torchs(base))
+            if known[kind]:
+                yield unit
+                break
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "builtins", "meshwright")
+
+
+def _names_a_reading(kind: type) -> bool:
+    return any(
+        not _READING.isdisjoint(code.co_names)
+        for value in vars(kind).values()
+        if isinstance(function := getattr(value, "__func__", value), types.FunctionType)
+        for code in _codes_of(function.__code__)
+        if function.__name__ != "__init__"
+    )
+
+
+def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_of(constant)
