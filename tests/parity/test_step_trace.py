@@ -53,7 +53,8 @@ def test_a_plan_of_one_process_is_traced_without_ranks(plan: str, tmp_path: Path
     assert trace_format.faults_of(trace) == []
     forwards = [event for event in trace["traceEvents"] if event.get("cat") == "forward"]
     assert len(forwards) == 4  # two steps of two micro-batches, or of two replicas
-    assert len({event["tid"] for event in forwards}) == 1 + ("data" in plan)
+    # A thread of the pool that is done with one replica may take the next.
+    assert len({event["tid"] for event in forwards}) <= 1 + ("data" in plan)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2,micro_batches=2,schedule=zb-h1", "data_parallel"])

@@ -55,6 +55,13 @@ def test_a_run_is_one_process(kind: str, plan: str) -> None:
         assert_equal(found, alone(kind), FLOAT64)
 
 
+def test_what_workers_draw_is_one_process() -> None:
+    options = {"dataloader_num_workers": 2, "num_train_epochs": 1, "eval_strategy": "no"}
+    wanted = jobs.run("noisy", None, **options)
+    for found in under("dp=2", "noisy", **options):
+        assert_equal(found, wanted, FLOAT64)
+
+
 @pytest.mark.parametrize("kind", ["classes", "popped"])
 def test_ignored_labels_of_later_batches_count_as_in_one_process(kind: str) -> None:
     """Means by samples and by labels are one in the first batch; and a loss that takes the labels out of the batch."""

@@ -14,7 +14,12 @@ import torch
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import decisions, loss_parts, optimizer_file, sealed, share_streams, taken_over
-from meshwright.integrations.one_process import FirstProcess, be_one_process, skipping_on_each_rank
+from meshwright.integrations.one_process import (
+    FirstProcess,
+    be_one_process,
+    seed_workers_alike,
+    skipping_on_each_rank,
+)
 from meshwright.integrations.planned import PlannedModule, bare, count_samples, num_parameters, tied_names
 from meshwright.integrations.refusals import finite, refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
@@ -148,6 +153,8 @@ class Trainer(TrainerFiles):
         loader: Any = super()._get_dataloader(*args, **kwargs)
         if self._has_ranks and hasattr(loader, "state"):
             loader.state = FirstProcess(loader.state)
+        if self._has_ranks:
+            seed_workers_alike(loader)
         return loader
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -200,8 +207,8 @@ class Trainer(TrainerFiles):
                 raise ApplyError(
                     f"ranks 0 and {other} have other batches at step {self.state.global_step} (rule: each rank loads the whole "
                     "batch, and takes its part)",
-                    fix="give every rank the same dataset in the same order; with dataloader_num_workers=0, torch's, NumPy's and "
-                    "Python's generators are alike on all ranks",
+                    fix="give every rank the same dataset in the same order; torch's, NumPy's and Python's generators are alike "
+                    "on all ranks, in workers too",
                 )
         return batches, num_items
 

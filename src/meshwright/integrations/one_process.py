@@ -7,6 +7,7 @@ batch and takes its part, as one process would; only rank 0 logs and writes.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ try:
     import transformers.trainer
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
+    from transformers.trainer_utils import seed_worker
 except ImportError as error:
     raise MissingDependencyError(
         f"this integration needs transformers and accelerate ({error})", fix="pip install 'meshwright[trainer]'"
@@ -60,6 +62,14 @@ def skipping_on_each_rank() -> Iterator[None]:
         yield
     finally:
         module.skip_first_batches = skip
+
+
+def seed_workers_alike(loader: Any) -> None:
+    """Have a loader's workers seed their generators as those of one process: transformers adds the process's number."""
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps the one that makes the workers
+    seed = getattr(loader, "worker_init_fn", None)
+    if isinstance(seed, functools.partial) and seed.func is seed_worker:
+        loader.worker_init_fn = functools.partial(seed.func, *seed.args, **{**seed.keywords, "rank": 0})
 
 
 def be_one_process(world: World) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -54,6 +56,15 @@ class Classes(Points):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": self.x[index], "labels": torch.tensor(-100 if index in (4, 7, 9) else index % 3)}
+
+
+class Noisy(Points):
+    """The same points, moved by what three generators draw where they are loaded: in workers."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        moved = torch.randn(6, dtype=torch.float64) + random.random() + np.random.rand()
+        return {**row, "x": row["x"] + 0.1 * moved}
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
@@ -123,7 +134,7 @@ class Balance(Regression):
 
 def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    if kind in ("regression", "stream"):
+    if kind in ("regression", "stream", "noisy"):
         return Regression().double()
     if kind == "contrast":
         return Contrast().double()
@@ -198,6 +209,7 @@ def run(kind: str, plan: str | None, directory: str | None = None, resume: str |
         Points() if kind in ("regression", "contrast", "balance", "norm") else Stream() if kind == "stream" else Rows()
     )
     data = Classes() if kind in ("classes", "popped") else Targets() if kind == "hidden" else data
+    data = Noisy() if kind == "noisy" else data
     changes = {"max_steps": 4, **changes} if kind == "stream" else changes
     with tempfile.TemporaryDirectory() as place:
         more: dict[str, Any] = {} if plan is None else {"plan": plan}

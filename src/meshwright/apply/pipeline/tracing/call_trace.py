@@ -160,7 +160,7 @@ class Flow:
         if self.shared:
             raise ApplyError(
                 f"{'; '.join(self.shared[:3])}: each stage runs only its own layers, and would see other values",
-                fix="keep it as an attribute of the layer that changes it; or use pp=1",
+                fix="return it from that layer with its result, or keep it where that layer alone uses it; or use pp=1",
             )
 
 
