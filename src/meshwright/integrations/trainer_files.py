@@ -54,7 +54,9 @@ class TrainerFiles(transformers.Trainer):
             state_dict = self.parallel.full_state_dict()
             # One tensor, as in one process.
             state_dict |= {name: state_dict[first] for name, first in self._tied.items()}
-        with kept_config(self.model):
+        # peft asks modules by themselves for what it saves.
+        whole = self._whole() if hasattr(self.model, "peft_config") else contextlib.nullcontext()
+        with kept_config(self.model), whole:
             super()._save(output_dir, state_dict)
         self._barrier()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import functools
@@ -307,3 +308,29 @@ def test_a_module_that_recompute_repeats_is_pickled_as_one_of_its_own_class() ->
     layer.__class__ = with_forward(with_forward(Block, lambda self, x: x), lambda self, x: x, is_whole=True)
     with pytest.raises(mw.ApplyError, match="would not be the model's"):
         pickle.dumps(layer)
+
+
+class Adapted(abc.ABC):
+    """An abstract class, which asks each of its subclasses who is one of them."""
+
+    @abc.abstractmethod
+    def adapters(self) -> int:
+        """Return a number."""
+
+
+class AdaptedLinear(nn.Linear, Adapted):
+    """A layer of that class, as peft's are."""
+
+    def adapters(self) -> int:
+        return 1
+
+
+def test_abstract_classes_that_ask_their_subclasses_come_to_an_end() -> None:
+    first = with_forward(AdaptedLinear, lambda _, x: x)
+    second = with_forward(first, lambda _, x: x)
+    for kind in (AdaptedLinear, first, second, Adapted):
+        assert not isinstance(Block(2, 2), kind)
+        assert not issubclass(nn.Conv1d, kind)
+        assert isinstance(second(2, 2), kind)
+        assert issubclass(AdaptedLinear, kind)
+        assert issubclass(first, kind)

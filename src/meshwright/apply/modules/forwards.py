@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,16 @@ __all__: list[str] = []
 
 _USERS = "_meshwright_users_class"
 _PICKLES = "_meshwright_pickles_as_users"
+
+
+class _Asked(threading.local):
+    """(class of the user's, other class) of the questions that a thread is about to answer, by ids."""
+
+    def __init__(self) -> None:
+        self.under_way: set[tuple[int, int]] = set()
+
+
+_ASKED = _Asked()
 
 
 def with_forward(original: type[nn.Module], forward: Callable[..., Any], *, is_whole: bool = False) -> type[nn.Module]:
@@ -70,7 +81,17 @@ def _metaclass(plain: Any) -> Any:
         return isinstance(item, users_class(kind)) if _USERS in vars(kind) else plain.__instancecheck__(kind, item)
 
     def has_subclass(kind: type[Any], other: type[Any]) -> bool:
-        return issubclass(other, users_class(kind)) if _USERS in vars(kind) else plain.__subclasscheck__(kind, other)
+        if _USERS not in vars(kind):
+            return plain.__subclasscheck__(kind, other)
+        users = users_class(kind)
+        question = id(users), id(other)
+        if question in _ASKED.under_way:
+            return type.__subclasscheck__(kind, other)  # an abstract class of the user's asks each of its subclasses
+        _ASKED.under_way.add(question)
+        try:
+            return issubclass(other, users)
+        finally:
+            _ASKED.under_way.discard(question)
 
     members = {
         "__eq__": equal,
