@@ -37,7 +37,8 @@ def watch_collectives(look: Callable[[FrameType], None]) -> None:
 def hide_default_group(hides: Callable[[FrameType], bool]) -> None:
     """Have `torch.distributed.is_initialized()` say no where a function says so of the frame that asks.
 
-    It stays torch's own function, which looks up one class property: code may have taken it out of its module before.
+    `get_world_size()` is 1 and `get_rank()` 0 there. They stay torch's own functions, whose insides are replaced: code may have
+    taken them out of their module before.
     """
     torchs, asking = distributed_c10d._WorldMeta.WORLD, distributed_c10d.is_initialized.__code__
     if hasattr(torchs.fget, "_meshwright_hides"):
@@ -50,3 +51,28 @@ def hide_default_group(hides: Callable[[FrameType], bool]) -> None:
 
     default_group._meshwright_hides = True  # pyright: ignore[reportFunctionMemberAccess]
     distributed_c10d._WorldMeta.WORLD = torchs.getter(default_group)  # pyright: ignore[reportAttributeAccessIssue]
+    _hide_size_and_rank(hides)
+
+
+class _GroupOfOne:
+    """The default group of a job of one process, as far as `get_rank` asks it."""
+
+    def rank(self) -> int:
+        return 0
+
+
+def _hide_size_and_rank(hides: Callable[[FrameType], bool]) -> None:
+    group, size = distributed_c10d._get_default_group, distributed_c10d._get_group_size
+
+    def hidden(frame: FrameType, asking: Callable[..., Any]) -> bool:
+        return frame.f_code is asking.__code__ and frame.f_back is not None and hides(frame.f_back)
+
+    @functools.wraps(group)
+    def default_group() -> Any:
+        return _GroupOfOne() if hidden(sys._getframe(1), distributed_c10d.get_rank) else group()
+
+    @functools.wraps(size)
+    def group_size(of: Any) -> int:
+        return 1 if of is None and hidden(sys._getframe(1), distributed_c10d.get_world_size) else size(of)
+
+    distributed_c10d._get_default_group, distributed_c10d._get_group_size = default_group, group_size

@@ -167,6 +167,16 @@ def test_models_code_sees_no_group(chain: list[str], wanted: bool, asks: Any, gr
     assert dist.is_initialized()
 
 
+def test_models_code_is_the_first_of_one_process(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(distributed_c10d._get_default_group())
+    monkeypatch.setattr(kind, "size", lambda _: 2)
+    monkeypatch.setattr(kind, "rank", lambda _: 1)
+    names = {"rank": dist.get_rank, "size": dist.get_world_size}
+    asks = _module("library.model", "def call():\n    assert (rank(), size()) == (0, 1)", **names)["call"]
+    _calls("meshwright.run.step", _calls("torch.nn.modules.module", asks))()
+    _module("script", "def call():\n    assert (rank(), size()) == (1, 2)", **names)["call"]()
+
+
 @pytest.mark.parametrize(("engine", "wanted"), [("meshwright.run.building.paged_build", False), ("script", True)])
 def test_a_modules_constructor_sees_none_where_a_plan_builds_it(engine: str, wanted: bool, group: None) -> None:
     names = {"asks": dist.is_initialized, "wanted": wanted, "Module": torch.nn.Module}

@@ -23,14 +23,14 @@ _USERS = "_meshwright_users_class"
 _PICKLES = "_meshwright_pickles_as_users"
 
 
-class _Asked(threading.local):
+class _Questions(threading.local):
     """(class of the user's, other class) of the questions that a thread is about to answer, by ids."""
 
     def __init__(self) -> None:
         self.under_way: set[tuple[int, int]] = set()
 
 
-_ASKED = _Asked()
+_QUESTIONS = _Questions()
 
 
 def with_forward(original: type[nn.Module], forward: Callable[..., Any], *, is_whole: bool = False) -> type[nn.Module]:
@@ -85,13 +85,13 @@ def _metaclass(plain: Any) -> Any:
             return plain.__subclasscheck__(kind, other)
         users = users_class(kind)
         question = id(users), id(other)
-        if question in _ASKED.under_way:
+        if question in _QUESTIONS.under_way:
             return type.__subclasscheck__(kind, other)  # an abstract class of the user's asks each of its subclasses
-        _ASKED.under_way.add(question)
+        _QUESTIONS.under_way.add(question)
         try:
             return issubclass(other, users)
         finally:
-            _ASKED.under_way.discard(question)
+            _QUESTIONS.under_way.discard(question)
 
     members = {
         "__eq__": equal,
