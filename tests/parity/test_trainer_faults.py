@@ -120,3 +120,13 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
         raise RuntimeError("I/O error: No space left on device (os error 28)")
     with pytest.raises(ValueError, match="of a model"), sealed.written(tmp_path):
         raise ValueError("of a model's own")
+
+
+def test_weights_that_were_cut_into_shards_afterwards_are_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / sealed.STATE).write_text("{}")
+    sealed.seal(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert sealed.find_fault(tmp_path) == "'model.safetensors' is missing"
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert sealed.find_fault(tmp_path) is None

@@ -86,6 +86,8 @@ def find_fault(directory: Path) -> str | None:
         for name, (size, digest) in files.items():
             path = directory / name
             if not path.exists():
+                if _is_converted(path, files):
+                    continue
                 return f"'{name}' is missing"
             now = path.stat().st_size
             if now != size:
@@ -97,6 +99,12 @@ def find_fault(directory: Path) -> str | None:
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     return None
+
+
+def _is_converted(path: Path, files: dict[str, Any]) -> bool:
+    """Tell whether a file of weights that is gone has others in its place, with an index that was not there when it was saved."""
+    is_weights = path.suffix in (".safetensors", ".bin")
+    return is_weights and any(index.name not in files for index in path.parent.glob("*.index.json"))
 
 
 def choose(world: World, output_dir: str, asked: Any) -> Any:
