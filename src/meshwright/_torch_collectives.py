@@ -40,32 +40,16 @@ def hide_default_group(hides: Callable[[FrameType], bool]) -> None:
     `get_world_size()` is 1 and `get_rank()` 0 there. They stay torch's own functions, whose insides are replaced: code may have
     taken them out of their module before.
     """
-    torchs, asking = distributed_c10d._WorldMeta.WORLD, distributed_c10d.is_initialized.__code__
-    if hasattr(torchs.fget, "_meshwright_hides"):
+    world = distributed_c10d._WorldMeta.WORLD
+    group, size = distributed_c10d._get_default_group, distributed_c10d._get_group_size
+    if hasattr(world.fget, "_meshwright_hides"):
         return
 
-    def default_group(kind: type) -> Any:
-        frame = sys._getframe(1)
-        caller = frame.f_back if frame.f_code is asking else None
-        return None if caller is not None and hides(caller) else torchs.__get__(kind)
+    def hidden(inside: FrameType, asking: Callable[..., Any]) -> bool:
+        return inside.f_code is asking.__code__ and inside.f_back is not None and hides(inside.f_back)
 
-    default_group._meshwright_hides = True  # pyright: ignore[reportFunctionMemberAccess]
-    distributed_c10d._WorldMeta.WORLD = torchs.getter(default_group)  # pyright: ignore[reportAttributeAccessIssue]
-    _hide_size_and_rank(hides)
-
-
-class _GroupOfOne:
-    """The default group of a job of one process, as far as `get_rank` asks it."""
-
-    def rank(self) -> int:
-        return 0
-
-
-def _hide_size_and_rank(hides: Callable[[FrameType], bool]) -> None:
-    group, size = distributed_c10d._get_default_group, distributed_c10d._get_group_size
-
-    def hidden(frame: FrameType, asking: Callable[..., Any]) -> bool:
-        return frame.f_code is asking.__code__ and frame.f_back is not None and hides(frame.f_back)
+    def default_group_or_none(kind: type) -> Any:
+        return None if hidden(sys._getframe(1), distributed_c10d.is_initialized) else world.__get__(kind)
 
     @functools.wraps(group)
     def default_group() -> Any:
@@ -75,4 +59,13 @@ def _hide_size_and_rank(hides: Callable[[FrameType], bool]) -> None:
     def group_size(of: Any) -> int:
         return 1 if of is None and hidden(sys._getframe(1), distributed_c10d.get_world_size) else size(of)
 
+    default_group_or_none._meshwright_hides = True  # pyright: ignore[reportFunctionMemberAccess]
+    distributed_c10d._WorldMeta.WORLD = world.getter(default_group_or_none)  # pyright: ignore[reportAttributeAccessIssue]
     distributed_c10d._get_default_group, distributed_c10d._get_group_size = default_group, group_size
+
+
+class _GroupOfOne:
+    """The default group of a job of one process, as far as `get_rank` asks it."""
+
+    def rank(self) -> int:
+        return 0

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers  # where it is missing, `hf_trainer` has said so before
 
-from meshwright.errors import ApplyError, MissingDependencyError
+from meshwright.errors import ApplyError
 from meshwright.integrations import optimizer_file, sealed, share_streams
 from meshwright.integrations.planned import bare, kept_config
 from meshwright.ranks.world import World
@@ -17,13 +18,6 @@ from meshwright.run.checkpoints.loading import load_checkpoint
 from meshwright.run.checkpoints.saving import forget_others, save_checkpoint
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.spec import Plan
-
-try:
-    import transformers
-except ImportError as error:
-    raise MissingDependencyError(
-        f"this integration needs transformers and accelerate ({error})", fix="pip install 'meshwright[trainer]'"
-    ) from error
 
 __all__: list[str] = []
 

@@ -48,16 +48,24 @@ def _is_of_a_model(frame: FrameType) -> bool:
     """Tell whether an engine runs the code that asks for a group, or it is a module's constructor that a plan has called."""
     if _module_of(frame).startswith(("torch.", "meshwright.")):
         return False
-    asking, in_module = frame, False
-    while True:
-        in_module = in_module or _constructs_a_module(asking)
-        if _module_of(asking).startswith("torch.optim"):
-            return False
-        if _module_of(asking).startswith(_ENGINE):
-            return in_module or not _module_of(asking).startswith(_BUILDING)
-        if asking.f_back is None:
-            return False
-        asking = asking.f_back
+    return _is_run_by_a_plan(frame, in_constructors=True)
+
+
+def _is_run_by_a_plan(caller: FrameType, *, in_constructors: bool = False) -> bool:
+    """Tell whether an engine runs some code, other than an optimizer's rule, which all ranks run alike, and a builder.
+
+    Args:
+        caller: The frame of the code.
+        in_constructors: Whether constructors of modules count, which a builder calls.
+    """
+    frame: FrameType | None = caller
+    constructs = False
+    while frame is not None and not _module_of(frame).startswith("torch.optim"):
+        if _module_of(frame).startswith(_ENGINE):
+            return constructs or not _module_of(frame).startswith(_BUILDING)
+        constructs = constructs or (in_constructors and _constructs_a_module(frame))
+        frame = frame.f_back
+    return False
 
 
 def _constructs_a_module(frame: FrameType) -> bool:
@@ -85,11 +93,7 @@ def _refuse_inside(called: FrameType) -> None:
     caller = frame
     if caller is None or _module_of(caller).startswith(("torch.", "meshwright.")):
         return
-    while frame is not None and not _module_of(frame).startswith(_ENGINE):
-        if _module_of(frame).startswith("torch.optim"):
-            return  # an optimizer's rule, which all ranks run alike
-        frame = frame.f_back
-    if frame is None or _module_of(frame).startswith(_BUILDING):
+    if not _is_run_by_a_plan(caller):
         return
     raise ApplyError(
         f"the model or its loss calls torch.distributed.{name} ({caller.f_code.co_filename}:{caller.f_lineno}) while a plan "

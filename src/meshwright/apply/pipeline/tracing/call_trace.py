@@ -51,8 +51,8 @@ class Flow:
         shown: Texts that it made of such a tensor, to print it for example, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
-        watched: Unit's name -> (module, attribute) of its modules that the code between units uses, where values may decide what
-            its calls write there: buffers, and where it looks at values attributes without tensors.
+        watched: Unit's name -> (module, attribute) of its modules that the code between units uses, and that its calls may write
+            with later batches: buffers, and attributes without tensors.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
         opens: Units whose calls use other units' tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.

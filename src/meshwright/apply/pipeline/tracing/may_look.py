@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from meshwright.apply.state.outside import names_of
+
 __all__: list[str] = []
 
 _VALUES = ("item", "tolist", "numpy", "nonzero", "is_nonzero", "equal", "allclose", "unique", "count_nonzero")
@@ -37,16 +39,8 @@ def _is_torchs(kind: type) -> bool:
 
 def _names_a_reading(kind: type) -> bool:
     return any(
-        not _READING.isdisjoint(code.co_names)
+        not _READING.isdisjoint(names_of(function.__code__))
         for value in vars(kind).values()
         if isinstance(function := getattr(value, "__func__", value), types.FunctionType)
-        for code in _codes_of(function.__code__)
         if function.__name__ != "__init__"
     )
-
-
-def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_of(constant)

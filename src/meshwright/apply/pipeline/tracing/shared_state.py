@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,18 +104,14 @@ class SharedState:
             for path, key in changes.get(unit, ()):
                 self.note(unit, path, key)
 
-    def watched(self, looking: Collection[str]) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Return (module, attribute) of what units may write with other values, and the code between them uses, by unit.
-
-        Args:
-            looking: The units whose code looks at values.
-        """
+    def watched(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Return (module, attribute) of what units may write with later batches, and the code between them uses, by unit."""
         found: dict[str, list[tuple[str, str]]] = {}
         places: dict[tuple[str, str], tuple[int, str]] = {}
         for unit in self._units:
             for name, module in self._module.get_submodule(unit).named_modules(prefix=unit):
-                plain = [key for key, value in vars(module).items() if _is_plain(value)] if unit in looking else []
-                for key in (*module._buffers, *(key for key in plain if key not in OF_TORCH)):
+                plain = [key for key, value in vars(module).items() if key not in OF_TORCH and _is_plain(value)]
+                for key in (*module._buffers, *plain):
                     places[name, key] = id(vars(module)), key
                     found.setdefault(unit, []).append((name, key))
         if not found:

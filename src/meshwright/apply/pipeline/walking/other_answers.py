@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshwright.apply.pipeline.tracing.functions import writes_to
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -66,12 +67,9 @@ class Answers(TorchFunctionMode):
         outputs = func(*args, **kwargs)
         if not any(id(tensor) in self._made_up for tensor in tensors_in((args, kwargs))):
             return outputs
-        name = getattr(func, "__name__", "")
-        if name in _READ:
+        if getattr(func, "__name__", "") in _READ:
             return self._answer(outputs)
-        self.made_up(tensors_in(outputs))
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            self.made_up(tensors_in(args[:1]))
+        self.made_up(tensors_in((outputs, writes_to(func, args, kwargs))))
         return outputs
 
     def _answer(self, value: Any) -> Any:

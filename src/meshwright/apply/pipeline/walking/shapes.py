@@ -120,7 +120,7 @@ class Shapes:
         scene, module, run = self._prepare(name, module, type(module).forward, args, kwargs)
         generators, found, changed = PythonState(), list[Known](), set[tuple[Path, Any]]()
         read: dict[Place, None] = {}
-        outside = Outside(module).take(with_attributes=False)
+        outside = Outside.of(module).take(with_attributes=False)
         changed_outside: dict[Any, str] = {}
 
         def guess(make: Callable[[Meta], Tensor], answers: Answers) -> bool:
