@@ -108,7 +108,11 @@ def test_is_refused_on_all_ranks_with_a_fix(name: str) -> None:
     assert all("fix:" in str(outcome.error) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("name", ["returns_half", "writes_number", "returns_enum_late"])
+@pytest.mark.parametrize(
+    "name",
+    ["returns_half", "writes_number", "returns_enum_late", "grows_table", "marks_far", "read_by_layer"]
+    + [f"writes_{way}_later" for way in ("copy", "late", "late_count")],
+)
 def test_other_kinds_are_refused_where_layers_are_cut(name: str) -> None:
     outcomes = testing.run_outcomes(jobs.run_planned, 4, name, "tp=2,pp=2")
     assert all(isinstance(outcome.error, mw.ApplyError) for outcome in outcomes)

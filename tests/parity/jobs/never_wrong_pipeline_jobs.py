@@ -31,6 +31,7 @@ from tests.parity.jobs.never_wrong_pipeline_kinds import (
     WritesNumber,
     far_batch,
 )
+from tests.parity.jobs.never_wrong_pipeline_later import WAYS, ReadByLayer, WritesLater
 from tests.parity.jobs.never_wrong_pipeline_reads import (
     DeepCache,
     FirstReads,
@@ -289,6 +290,9 @@ REFUSED = {
     "returns_half": "in what layers return or write",
     "marks_far": "in what layers return or write",
     "grows_table": "in what layers return or write",
+    **{f"writes_{way}_later": "has changed the buffer 'level' of 'writes'" for way in ("copy", "data", "new")},
+    **{f"writes_{way}_later": "in what layers return or write" for way in ("late", "count", "late_count")},
+    "read_by_layer": "layer 'reads', on another stage, uses it",
     "returns_enum_late": "in what layers return or write",
     "returns_partial_late": "in what layers return or write",
 }
@@ -297,6 +301,8 @@ REFUSED = {
 SCRIPTS: dict[str, Script] = {
     "chosen_rows": Script(ChosenRows),
     **{f"returns_{kind}": Script(functools.partial(ReturnsKind, kind), far_batch) for kind in KINDS},
+    **{f"writes_{way}_later": Script(functools.partial(WritesLater, way), far_batch) for way in WAYS},
+    "read_by_layer": Script(ReadByLayer, far_batch),
     "returns_enum_late": Script(lambda: ReturnsKind("enum", is_late=True), far_batch),
     "returns_partial_late": Script(lambda: ReturnsKind("partial", is_late=True), far_batch),
     "writes_number": Script(WritesNumber, far_batch),

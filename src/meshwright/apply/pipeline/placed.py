@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -21,6 +20,7 @@ from meshwright.apply.pipeline.tracing.call_trace import Flow, modules_around
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
 from meshwright.apply.pipeline.walking.counters import Counters
 from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.pipeline.walking.later_writes import LaterWrites
 from meshwright.apply.pipeline.walking.own_state import OwnState
 from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.walking.unit_hooks import Interception, UnderWay
@@ -64,8 +64,6 @@ class Placed:
         make_group: Callable[[Sequence[int]], Communicator],
     ) -> None:
         pipe, own = post.group, post.own
-        if together is not None:  # a cut layer has other integers in its attributes than a whole one
-            flow = dataclasses.replace(flow, watched={})
         self._module, self._units, self._under_way = module, flow.units, under_way
         ranks = [schedule.rank_of_stage(stage) for stage in range(plan.num_stages)]
         self.stage_map: StageMap = cut(module, flow, ranks, plan.stages, together or ())
@@ -82,12 +80,14 @@ class Placed:
         self.draws = Draws(seed, device, apart=flow.draws, python=bool(flow.draws_python))
         """Random numbers that several stages draw."""
         self._own_state = OwnState(module, self._around, own) if len(own) > 1 else None
+        self._later_writes = LaterWrites(module, self.stage_map, in_parts=together is not None)
         self.stages = {
             index: Stage(
                 index,
                 module,
                 self.stage_map,
                 shapes=self.shapes,
+                later_writes=self._later_writes,
                 post=post,
                 draws=self.draws,
                 under_way=under_way,
@@ -109,6 +109,7 @@ class Placed:
 
     def intercept(self) -> None:
         """Have calls of units come by the stages from now on; once the engine inside has taken what this rank holds."""
+        self._later_writes.begin()
         for stage in self.stages.values():
             stage.counters = Counters(self._around)
         self.interception = Interception(self._module, self._units, self._around, self._under_way)

@@ -19,6 +19,7 @@ from meshwright.apply.pipeline.split_backward import Rest, SplitBackward, run_re
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
 from meshwright.apply.pipeline.walking.counters import Counters
 from meshwright.apply.pipeline.walking.draws import Draws
+from meshwright.apply.pipeline.walking.later_writes import LaterWrites
 from meshwright.apply.pipeline.walking.own_state import OwnState
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.shapes import Shapes
@@ -53,6 +54,7 @@ class Stage:
         module: The user's module.
         stage_map: The stage of each call.
         shapes: Output shapes of other stages' calls.
+        later_writes: State of layers that other code uses.
         post: Transfers to and from the other stages.
         draws: Random numbers.
         under_way: Record of the forward that this rank is running.
@@ -67,6 +69,7 @@ class Stage:
         stage_map: StageMap,
         *,
         shapes: Shapes,
+        later_writes: LaterWrites,
         post: Post,
         draws: Draws,
         under_way: UnderWay,
@@ -78,6 +81,7 @@ class Stage:
         self._module = module
         self._map = stage_map
         self._shapes = shapes
+        self._later_writes = later_writes
         self._post = post
         self._draws = draws
         self._passed: dict[int, _Passed] = {}
@@ -111,7 +115,8 @@ class Stage:
         changes = self.counters.changes()
         way = Way(micro_batch, is_training=self._module.training, counters=changes, shards=self._shards)
         begin_again()  # each stage of this rank counts what the others draw
-        walk = StageForward(self.index, self._map, self._shapes, mail, self._draws, module=self._module, way=way)
+        known = (self._shapes, self._later_writes)
+        walk = StageForward(self.index, self._map, known, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk
         try:
             with self._draws.between_layers(micro_batch, self.index), split or contextlib.nullcontext(), walk:

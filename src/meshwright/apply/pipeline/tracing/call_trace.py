@@ -51,8 +51,10 @@ class Flow:
         shown: Texts that it made of such a tensor, to print it for example, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
-        watched: Unit's name -> (module, attribute) of its modules that the code between units uses, and that its calls may write
-            with later batches: buffers, and attributes without tensors.
+        watched: Unit's name -> (module, attribute) of its modules that the code between units or another unit uses, and that its
+            calls may write with later batches: buffers, and attributes without tensors.
+        lent: Unit's name -> (one of these, another unit that uses it).
+        named: Names that the code between units loads of anything: an attribute that a unit sets later may be one.
         takes: Unit's name -> (module, attribute) of which its calls take tensors that others have computed.
         opens: Units whose calls use other units' tensors in attributes of objects that they are given.
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
@@ -75,6 +77,8 @@ class Flow:
     draws_python: tuple[str, ...] = ()
     leaves: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     watched: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    lent: dict[str, tuple[tuple[tuple[str, str], str], ...]] = dataclasses.field(default_factory=dict)
+    named: tuple[str, ...] = ()
     takes: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     opens: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()

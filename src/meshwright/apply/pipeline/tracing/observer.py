@@ -380,7 +380,7 @@ class ForwardObserver(TorchFunctionMode):
             shown=tuple(dict.fromkeys(self._shown)),
             draws_python=tuple(sorted(self._draws_python | _may_draw(self._module, self._units))),
             leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
-            watched=self._shared.watched(),
+            **self._shared.watched(self._changed_buffers)._asdict(),
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
             looks=tuple(sorted(self._lookers.units)),

@@ -14,8 +14,8 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -43,6 +43,18 @@ _NOT_IN_FORWARD = (
 _DEPTH = 6  # of containers and objects inside each other
 _MAX_FUNCTIONS = 3000
 """Functions that are followed [count]."""
+
+
+Slot = tuple[str, str]
+"""A module's name and the name of an attribute."""
+
+
+class Watch(NamedTuple):
+    """What units may write with later batches, and other code uses: fields of `Flow`."""
+
+    watched: dict[str, tuple[Slot, ...]]
+    lent: dict[str, tuple[tuple[Slot, str], ...]]
+    named: tuple[str, ...]
 
 
 class SharedState:
@@ -104,21 +116,36 @@ class SharedState:
             for path, key in changes.get(unit, ()):
                 self.note(unit, path, key)
 
-    def watched(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Return (module, attribute) of what units may write with later batches, and the code between them uses, by unit."""
-        found: dict[str, list[tuple[str, str]]] = {}
-        places: dict[tuple[str, str], tuple[int, str]] = {}
+    def watched(self, changed: Collection[int]) -> Watch:
+        """Return what units may write with later batches, and other code uses.
+
+        Args:
+            changed: Ids of buffers that units have written with this batch.
+        """
+        found: dict[int, list[tuple[str, Slot, bool]]] = {}
         for unit in self._units:
             for name, module in self._module.get_submodule(unit).named_modules(prefix=unit):
                 plain = [key for key, value in vars(module).items() if key not in OF_TORCH and _is_plain(value)]
-                for key in (*module._buffers, *plain):
-                    places[name, key] = id(vars(module)), key
-                    found.setdefault(unit, []).append((name, key))
-        if not found:
-            return {}
+                own = [(key, id(buffer) in changed) for key, buffer in module._buffers.items()]
+                own += [(key, (id(vars(module)), key) in self._changes.get(unit, ())) for key in plain]
+                found.setdefault(id(vars(module)), []).extend((unit, (name, key), known) for key, known in own)
         uses = _AttributeUses(self._module, [child for _, child in modules_around(self._module, self._units)])
-        used = {unit: tuple(slot for slot in slots if uses.includes(places[slot])) for unit, slots in found.items()}
-        return {unit: slots for unit, slots in used.items() if slots}
+        used: dict[str, list[Slot]] = {unit: [] for unit in self._units}
+        for unit, slot, _ in uses.among(found):
+            used[unit].append(slot)
+        lent: dict[str, list[tuple[Slot, str]]] = {}
+        for reader in self._units:
+            for unit, slot, is_known in _AttributeUses(self._module.get_submodule(reader)).among(found, but=reader):
+                if not is_known:
+                    lent.setdefault(unit, []).append((slot, reader))
+        for unit, slots in lent.items():
+            used[unit] = [*dict.fromkeys([*used[unit], *(slot for slot, _ in slots)])]
+        kinds = {type(child) for unit in self._units for child in self._module.get_submodule(unit).modules()}
+        return Watch(
+            {unit: tuple(slots) for unit, slots in used.items() if slots},
+            {unit: tuple(slots) for unit, slots in lent.items()},
+            uses.names_of(kinds),
+        )
 
     def _is_cached(self, name: str, key: Any) -> bool:
         """Tell whether a module keeps the result of a `functools.cached_property` there: every stage computes it for itself."""
@@ -184,7 +211,27 @@ class _AttributeUses:
         for place, names in self._names_of.items():
             for name in names:
                 held.setdefault(name, {})[self._owners[place]] = None
-        self._code = _AttributeNames(held, list(module.modules()) if own is None else own)
+        self._held = held
+        self._own = list(module.modules()) if own is None else own
+
+    @functools.cached_property
+    def _code(self) -> _AttributeNames:
+        return _AttributeNames(self._held, self._own)
+
+    def among(
+        self, slots: Mapping[int, Iterable[tuple[str, Slot, bool]]], but: str | None = None
+    ) -> Iterator[tuple[str, Slot, bool]]:
+        """Yield those of (unit, where, is known) that this code uses, listed by the place; not those of one unit."""
+        for place, entries in slots.items():
+            for entry in entries if place in self._names_of else ():
+                if entry[0] != but and self.includes((place, entry[1][1])):
+                    yield entry
+
+    def names_of(self, kinds: Collection[type]) -> tuple[str, ...]:
+        """Return the names that this code loads of objects of these classes, as far as it can be told."""
+        of_self = self._code.of_self.items()
+        own = {name for name, loaders in of_self if any(issubclass(kind, tuple(loaders)) for kind in kinds)}
+        return tuple(sorted(self._code.names | own))
 
     def includes(self, change: tuple[int, str | None]) -> bool:
         """Tell whether this code uses an entry of a place; a container counts as a whole, by its name."""

@@ -19,6 +19,7 @@ stage_hooks      hooks that forwards register, on such a rank
 counters         integers that the code between layers counts
 draws            random numbers that several stages draw
 plain_facts      what results hold beside the numbers in tensors, as numbers
+later_writes     state of layers that other code uses, and that a layer begins to write later
 path_hash        hash of a forward's path, compared between stages
 
 To let code between layers do more, touch `stage_forward.py`, with a test in `tests/parity/test_never_wrong_pipeline.py`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from meshwright._torch_private import current_function_mode, without_view
 from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
+from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
@@ -132,6 +133,25 @@ class Bookkeeping(TorchFunctionMode):
             if tensor is not None:
                 mark(tensor, heir)
         return heir
+
+    def paused(self) -> Paused:
+        """Run the code inside the context unwatched."""
+        return Paused(self)
+
+    def _stand_in(
+        self,
+        known: Known,
+        home: int | None,
+        given: Sequence[Tensor] = (),
+        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}),
+    ) -> Any:
+        """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
+
+        def make(meta: Meta) -> Tensor:
+            tensor = StandIn(meta)
+            return mark(tensor, StageValue(self, home, None, tensor))
+
+        return known.repeat(make, given, call, self._module.get_submodule)
 
     def real(self, value: StageValue) -> Tensor:
         """Return the tensor of a value; one of another stage is received."""

@@ -13,7 +13,7 @@ shapes that change between micro-batches, and branches that the inputs decide.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,9 +41,10 @@ from meshwright.apply.pipeline.tracing.scene import (
     tensors_of_call,
 )
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
-from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping, Paused
+from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.inside_functions import refuse_inside_function
+from meshwright.apply.pipeline.walking.later_writes import LaterWrites
 from meshwright.apply.pipeline.walking.path_hash import Way
 from meshwright.apply.pipeline.walking.plain_facts import facts_in, sizes_in
 from meshwright.apply.pipeline.walking.remembered import Known, encode_results
@@ -51,7 +52,6 @@ from meshwright.apply.pipeline.walking.shapes import Shapes
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
     StageValue,
-    StandIn,
     mark,
     replace_tensors,
     value_of,
@@ -81,13 +81,21 @@ class StageForward(Bookkeeping):
     """A walk: one stage's forward of one micro-batch, which runs inside this context."""
 
     def __init__(
-        self, stage: int, stage_map: StageMap, shapes: Shapes, mail: Mail, draws: Draws, *, module: nn.Module, way: Way
+        self,
+        stage: int,
+        stage_map: StageMap,
+        known: tuple[Shapes, LaterWrites],
+        mail: Mail,
+        draws: Draws,
+        *,
+        module: nn.Module,
+        way: Way,
     ) -> None:
         super().__init__(stage, mail, module)
         self.outputs: Any = None
         """The model's outputs, once it has returned; the loss is computed after that."""
         self._stage_map = stage_map
-        self._shapes = shapes
+        self._shapes, self._later_writes = known
         self._draws = draws
         self._way = way
         self._calls: dict[str, int] = {}
@@ -122,10 +130,6 @@ class StageForward(Bookkeeping):
         finally:
             self._way.in_hook -= 1
 
-    def paused(self) -> Paused:
-        """Run the code inside the context unwatched."""
-        return Paused(self)
-
     # -- units --------------------------------------------------------------------------------------------------
 
     def call_unit(
@@ -140,6 +144,7 @@ class StageForward(Bookkeeping):
             places: list[Any] = []
             if given is None:
                 places, given = self._look_into(name, args, kwargs)
+            self._later_writes.refuse_written(given)
             values = self._values_of(given)
             stage = self._place_of_call(name, module, values)
             self._way.call(self._stage_map.numbers[name], stage, values)
@@ -165,7 +170,7 @@ class StageForward(Bookkeeping):
                 given += tensors_of_call(args, kwargs, places_of_call(args, kwargs))
             versions = versions_of(given) if stage == self.stage else []
         if stage == self.stage:
-            with as_often_as_counted(name, self._calls[name] - 1):
+            with as_often_as_counted(name, self._calls[name] - 1), self._later_writes.call(name):
                 outputs = self._run_unit(module, forward, args, kwargs)
             with without_function_modes():
                 outputs = self._take_results(name, outputs, given, versions, None if is_plain else (args, kwargs))
@@ -259,11 +264,11 @@ class StageForward(Bookkeeping):
     ) -> Any:
         """Make what a call returned part of the path, and what it may have written into its arguments and attributes."""
         flow, parts = self._stage_map.flow, self._stage_map.parts
-        slots = (*flow.leaves.get(name, ()), *flow.watched.get(name, ()))
-        written = [getattr(self._module.get_submodule(of), slot, None) for of, slot in slots]
+        written = [getattr(self._module.get_submodule(of), slot, None) for of, slot in flow.leaves.get(name, ())]
         written += containers_of_call(*call) if name in self._stage_map.may_look else ()
         found = [outputs, *written] if written else outputs
-        self._way.result(sizes_in(found, outputs), facts_in(found), looks=name in flow.looks, in_parts=name in parts)
+        facts = facts_in(found) + self._later_writes.facts(name)
+        self._way.result(sizes_in(found, outputs), facts, looks=name in flow.looks, in_parts=name in parts)
         return outputs
 
     def _mark_result(self, tensor: Tensor, given: set[int]) -> Tensor:
@@ -302,6 +307,8 @@ class StageForward(Bookkeeping):
         kwargs = kwargs or {}
         if self.is_paused or func in METADATA:
             return func(*args, **kwargs)
+        if not (self._way.is_over or self._way.in_hook):
+            self._later_writes.refuse_written((args, kwargs))
         values = self._own_values(args, kwargs)
         if not values:
             return func(*args, **kwargs) if func not in RANDOM else self._draws.call(func, args, kwargs)
@@ -368,23 +375,6 @@ class StageForward(Bookkeeping):
         meta = Meta(template.shape, template.stride, template.dtype, template.device, needs_grad)
         self._write_remote(target, meta, home)
         return None if getattr(func, "__name__", "") in ("__setitem__", "__set__") else target
-
-    # -- values -------------------------------------------------------------------------------------------------
-
-    def _stand_in(
-        self,
-        known: Known,
-        home: int | None,
-        given: Sequence[Tensor] = (),
-        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}),
-    ) -> Any:
-        """Return stand-ins for the results of a call that another stage runs, and repeat its writes."""
-
-        def make(meta: Meta) -> Tensor:
-            tensor = StandIn(meta)
-            return mark(tensor, StageValue(self, home, None, tensor))
-
-        return known.repeat(make, given, call, self._module.get_submodule)
 
 
 def is_own(tensor: Tensor) -> bool:
