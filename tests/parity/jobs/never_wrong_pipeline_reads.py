@@ -256,3 +256,22 @@ class Installs(nn.Module):
         if not getattr(self.first.inner, "is_installed", False):
             raise RuntimeError("not installed")
         return self.last(x)
+
+
+class _Grid(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1], dtype=x.dtype, device=x.device) - 1
+
+
+class SizedGrid(nn.Module):
+    """A layer without state that takes the last layer's tensor for its size alone; code after it reads what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.grid = nn.ModuleList(tanh_block() for _ in range(3)), _Grid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        near = torch.where(self.grid(x).abs() < 2)[0]
+        return x[:, near] * float(self.grid(x).max())

@@ -60,8 +60,9 @@ class Flow:
         leaks: Tensors that came out of a unit in ways that cannot be followed, as text.
         shared: What a unit changes outside of its module, and others use, as text.
         looks: Units whose code looks at values inside: a number that it reads, a mask, a choice.
-        told: Those of them whose results hold what values decide, beside numbers in tensors: a size, a Python number. The first
-            stage, which has it, tells the others.
+        of_numbers: Units that take numbers of other units' tensors, not their sizes alone, or draw some.
+        told: Of those that look at values the ones whose results hold what values decide, beside numbers in tensors: a size, a
+            Python number. The first stage, which has it, tells the others.
         offered: Those that return more than tensors. Where they run on the first stage it tells the others, too: values that
             nobody has tried may change a number, a text or a kind.
         has_loss_beside: Whether the loss takes tensors of units beside the model's outputs.
@@ -84,6 +85,7 @@ class Flow:
     leaks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     looks: tuple[str, ...] = ()
+    of_numbers: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
     offered: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
@@ -111,6 +113,15 @@ class Flow:
     def num_first(self) -> int:
         """Calls that belong to the first stage, since code between units reads values of theirs [count]."""
         return 1 + max(self.firsts.values(), default=-1)
+
+    def without_state(self, module: nn.Module) -> set[str]:
+        """Return the units that have no parameters and buffers, and take tensors of other units for their sizes alone.
+
+        What they give is every stage's: a table of anchors or positions, a mask.
+        """
+        taking = {call.unit for call in self.calls if call.takes} - {*self.of_numbers, *self.draws_python}
+        held = {name: module.get_submodule(name) for name in taking}
+        return {name for name, unit in held.items() if not [*unit.parameters(), *unit.buffers()]}
 
     def reasons(self, module: nn.Module) -> list[str]:
         """Return what a plan says of it: what the first stage tells the others, and what it cannot."""

@@ -43,9 +43,9 @@ def observe(
     judged = Judged()
     try:
         with sharing_attributes(module, observed), hooks_put_back(module.modules()):
-            flow = _observe_once(observed, run, units, judged)
+            flow, units = _observe_units(observed, run, units, judged)
             while (opened := with_one_opened(observed, flow, units, num_stages, kept)) is not None:
-                finer = _observe_once(observed, run, opened, judged)
+                finer, opened = _observe_units(observed, run, opened, judged)
                 if flow.is_better_than(finer, num_stages):
                     kept.update(set(units) - set(opened))  # it stays in one piece
                 else:
@@ -54,6 +54,17 @@ def observe(
     finally:
         attributes.restore()
         buffers.restore()
+
+
+def _observe_units(
+    module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: Judged
+) -> tuple[Flow, list[str]]:
+    """Return what a run showed, and the units; what one gives without any state of its own is left to the code between units."""
+    flow, kept = _observe_once(module, run, units, judged), list(units)
+    while (idle := flow.without_state(module)) and len(kept) > len(idle):
+        kept = [name for name in kept if name not in idle]
+        flow = _observe_once(module, run, kept, judged)
+    return flow, kept
 
 
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: Judged) -> Flow:

@@ -263,10 +263,8 @@ class ForwardObserver(TorchFunctionMode):
         if home is not None:
             self._used[home] |= names
             self._note_read(func, args, kwargs, result, home)
-        if is_of_packs(func) and not values_in((args[1:], kwargs)):
-            result_of_units = result[:1]  # the sizes are every stage's
-        else:
-            result_of_units = result
+        are_sizes_known = is_of_packs(func) and not values_in((args[1:], kwargs))
+        result_of_units = result[:1] if are_sizes_known else result
         for tensor in tensors_in((result_of_units, target)):
             self._alive.append(tensor)  # an id identifies a tensor only while the tensor lives
             if home is not None:
@@ -384,6 +382,7 @@ class ForwardObserver(TorchFunctionMode):
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
             looks=tuple(sorted(self._lookers.units)),
+            of_numbers=tuple(sorted(self._lookers.of_numbers)),
             told=tuple(sorted(told)),
             offered=tuple(sorted(self._lookers.offered)),
             has_loss_beside=self._has_loss_beside,

@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.apply.pipeline.tracing.functions import RANDOM
 from meshwright.apply.pipeline.tracing.reads import looks_at_values
 from meshwright.apply.pipeline.tracing.scene import Path
 from meshwright.apply.pipeline.walking.plain_facts import facts_in
 from meshwright.apply.pipeline.walking.remembered import Known, encode_results
 from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
-from meshwright.apply.pipeline.walking.stand_ins import Meta
+from meshwright.apply.pipeline.walking.stand_ins import Meta, values_in
 from meshwright.errors import ApplyError
 
 __all__: list[str] = []
@@ -54,10 +55,14 @@ class Lookers:
     def __init__(self) -> None:
         self.units: set[str] = set()
         """Their names."""
+        self.of_numbers: set[str] = set()
+        """Layers that take numbers of other layers' tensors, not their sizes alone, or draw some."""
         self._seen: list[_SeenCall] = []
 
     def watch(self, unit: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take note of a torch function that a layer calls."""
+        """Take note of a torch function that a layer calls; none of a tensor's size, dtype or device."""
+        if unit not in self.of_numbers and (func in RANDOM or values_in((args, kwargs))):
+            self.of_numbers.add(unit)
         if unit not in self.units and looks_at_values(func, args, kwargs):
             self.units.add(unit)
 
