@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_private import without_function_modes
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
 from meshwright.apply.pipeline.walking.plain_facts import facts_in
 from meshwright.apply.pipeline.walking.written import Slot
-from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.outside import names_of
 from meshwright.errors import ApplyError
 from meshwright.trees import memory_key, tensors_in
 
 __all__: list[str] = []
+
+_UNSEEN = frozenset({"data", "batch_norm", "instance_norm"})
+"""Names of what changes a tensor's numbers and not its version."""
 
 _NOTHING = contextlib.nullcontext()
 
@@ -41,16 +44,17 @@ class LaterWrites:
     """
 
     def __init__(self, module: nn.Module, stage_map: StageMap, *, in_parts: bool) -> None:
-        self._written: list[tuple[Tensor, str, Slot]] = []
-        """(buffer, layer, where) of what a layer has changed here."""
+        self._written: dict[int, tuple[Tensor, str, Slot]] = {}
+        """Id -> (buffer, layer, where) of what a layer has changed here."""
         self._module = module
         self._map = stage_map
         self._in_parts = in_parts
         self._owners: dict[Slot, nn.Module] = {}
         self._first: dict[Slot, tuple[float, ...]] = {}
-        self._modules: dict[str, list[tuple[str, nn.Module, int, int]]] = {}
+        self._modules: dict[str, list[tuple[str, nn.Module, frozenset[str]]]] = {}
+        self._named = frozenset(stage_map.flow.named)
         self._with_buffers: frozenset[str] = frozenset()
-        self._by_data: dict[type, bool] = {}
+        self._unseen: dict[type, bool] = {}
 
     def begin(self) -> None:
         """Take what there is now, once layers are cut, as what all stages have."""
@@ -58,7 +62,7 @@ class LaterWrites:
         for unit in flow.units:
             children = self._module.get_submodule(unit).named_modules(prefix=unit)
             own = [(name, child) for name, child in children if not type(child).__module__.startswith("torch.")]
-            self._modules[unit] = [(name, child, len(vars(child)), len(child._buffers)) for name, child in own]
+            self._modules[unit] = [(name, child, frozenset({*vars(child), *child._buffers})) for name, child in own]
         self._owners = {slot: self._module.get_submodule(slot[0]) for slots in flow.watched.values() for slot in slots}
         self._first = {slot: facts_in([self._of(slot)]) for slot in self._owners}
         self._with_buffers = frozenset(
@@ -83,15 +87,11 @@ class LaterWrites:
 
     def _late(self, unit: str) -> Iterator[Slot]:
         """Yield attributes and buffers that a layer did not have at the beginning, and that code between layers names."""
-        if not self._map.flow.named:
-            return
-        for name, child, attributes, buffers in self._modules[unit]:
-            if len(vars(child)) != attributes or len(child._buffers) != buffers:
-                known = {key for of, key in self._map.flow.watched.get(unit, ()) if of == name}
-                for key in self._map.flow.named:
-                    is_there = key in child._buffers or (key in vars(child) and key not in OF_TORCH)
-                    if is_there and key not in known and (name, key) not in self._first:
-                        yield name, key
+        for name, child, known in self._modules[unit]:
+            own = vars(child)
+            if len(own) + len(child._buffers) != len(known):
+                fresh = ((own.keys() | child._buffers.keys()) - known) & self._named
+                yield from ((name, key) for key in sorted(fresh) if not isinstance(own.get(key), nn.Parameter))
 
     def call(self, unit: str) -> contextlib.AbstractContextManager[None]:
         """Take note of the buffers that a layer's call changes inside the context.
@@ -103,8 +103,13 @@ class LaterWrites:
 
     @contextlib.contextmanager
     def _call(self, unit: str) -> Iterator[None]:
-        before = self._take(unit)
+        with without_function_modes():
+            before = self._take(unit)
         yield
+        with without_function_modes():
+            self._compare(unit, before)
+
+    def _compare(self, unit: str, before: _Taken) -> None:
         for slot, tensor, version, memory, copy in before:
             now = getattr(self._owners[slot], slot[1], None)
             is_same = now is tensor and tensor._version == version and memory_key(tensor) == memory
@@ -113,8 +118,8 @@ class LaterWrites:
             for place, reader in self._map.flow.lent.get(unit, ()):
                 if place == slot and set(self._map.calls[reader]) != set(self._map.calls[unit]):
                     raise _refusal(unit, slot, f"layer '{reader}', on another stage, uses")
-            if isinstance(now, Tensor) and all(known is not now for known, *_ in self._written):
-                self._written.append((now, unit, slot))
+            if isinstance(now, Tensor):
+                self._written[id(now)] = now, unit, slot
 
     def refuse_written(self, given: Any) -> None:
         """Refuse code between layers that uses a buffer whose numbers are this stage's alone.
@@ -125,9 +130,9 @@ class LaterWrites:
         if not self._written:
             return
         for tensor in tensors_in(given):
-            for buffer, unit, slot in self._written:
-                if tensor is buffer or tensor._base is buffer:
-                    raise _refusal(unit, slot, "code between layers uses")
+            for held in (tensor, tensor._base):
+                if id(held) in self._written:
+                    raise _refusal(*self._written[id(held)][1:], "code between layers uses")
 
     def _take(self, unit: str) -> _Taken:
         found: _Taken = []
@@ -135,22 +140,24 @@ class LaterWrites:
             owner = self._owners[slot]
             tensor = owner._buffers.get(slot[1])
             if tensor is not None:
-                copy = tensor.clone() if self._writes_data(type(owner)) else None
+                copy = tensor.clone() if self._writes_unseen(type(owner)) else None
                 found.append((slot, tensor, tensor._version, memory_key(tensor), copy))
         return found
 
-    def _writes_data(self, kind: type) -> bool:
-        """Tell whether methods of a class name `data`, through which numbers change without a new version of the tensor."""
-        if kind not in self._by_data:
-            own: Sequence[Any] = [value for base in kind.__mro__ for value in vars(base).values()]
+    def _writes_unseen(self, kind: type) -> bool:
+        """Tell whether methods of a class may change numbers without a new version of the tensor, as torch's norms do."""
+        if kind not in self._unseen:
+            bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+            own = [value for base in bases for value in vars(base).values()]
             codes = [value.__code__ for value in own if isinstance(value, types.FunctionType)]
-            self._by_data[kind] = any("data" in names_of(code) for code in codes)
-        return self._by_data[kind]
+            is_torchs = any(base.__module__.startswith("torch.") for base in bases)
+            self._unseen[kind] = is_torchs or any(not _UNSEEN.isdisjoint(names_of(code)) for code in codes)
+        return self._unseen[kind]
 
 
 def _refusal(unit: str, slot: Slot, user: str) -> ApplyError:
     return ApplyError(
-        f"layer '{unit}' has changed the buffer '{slot[1]}' of '{slot[0] or 'the model itself'}', which it did not do with the "
-        f"first batch, and {user} it; other stages have the old one",
+        f"layer '{unit}' has changed the buffer '{slot[1]}' of '{slot[0] or 'the model itself'}', and {user} it; "
+        "other stages have the old one",
         fix="return the numbers from the layer with its result; or use pp=1",
     )
