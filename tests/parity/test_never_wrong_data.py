@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import assigning_jobs as assigning
 from tests.parity.jobs import never_wrong_data_jobs as jobs
 from tests.parity.jobs import never_wrong_iterators as iterators
 from tests.parity.jobs import never_wrong_replica_jobs as replica_jobs
@@ -138,7 +139,7 @@ def test_an_optimizers_state_of_other_pieces_is_refused() -> None:
 # -- values between steps ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [jobs.assign_data, jobs.assign_vector, jobs.tie_later])
+@pytest.mark.parametrize("change", [jobs.assign_vector, jobs.tie_later])
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])
 def test_values_that_are_put_elsewhere_are_refused(plan: str, change: Any) -> None:
     is_read_first = plan == "tp=2" and change is jobs.assign_vector  # as a vector, of which this rank has a part
@@ -149,6 +150,28 @@ def test_values_that_are_put_elsewhere_are_refused(plan: str, change: Any) -> No
 @pytest.mark.parametrize("change", [jobs.assign_data, jobs.assign_vector])
 def test_values_that_are_put_elsewhere_are_trained_where_nothing_is_cut(change: Any) -> None:
     equal_on_ranks("dp=2", change)
+
+
+def test_new_values_in_memory_of_their_own_are_taken_back() -> None:
+    equal_on_ranks("dp=2,zero=1", jobs.assign_data)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "pp=2"])
+def test_a_forward_assigns_to_its_parameters(plan: str) -> None:
+    options = {"optimizer": assigning.trainable_sgd}
+    run = functools.partial(jobs.planned, assigning.build_constrained, plan, **options)
+    expected = jobs.plain(assigning.build_constrained, **options)
+    for found in testing.run_ranks(run, 2):
+        equal(found, expected)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,micro_batches=2", "dp=2,zero=1,micro_batches=2", "pp=2,micro_batches=2"])
+def test_a_parameter_that_each_micro_batch_moves_is_told(plan: str) -> None:
+    for reasons in testing.run_ranks(assigning.reasons_of, 2, plan):
+        told = [reason for reason in reasons if "the forward of each micro-batch changes" in reason]
+        assert len(told) == 1
+        assert "parameter 'layers.1.vector'" in told[0]
+        assert "weight" not in told[0]  # a clamp gives the same again
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=2", "tp=2", "pp=2"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright._torch_private import num_users
 from meshwright.apply.modules.compiled import compiled_error
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
@@ -133,6 +134,7 @@ class ModelGuard:
         self._names = [fqn for _, _, parameter, fqn in self._parameters if parameter is not None]
         self._requires_grad = self._read_requires_grad()
         self._places = self._read_places() if fixes_memory else None
+        self._memory = [parameter.data for parameter in self._trainable] if fixes_memory else []
 
     def _read_ids(self) -> list[int]:
         # `dict.values` itself, since an engine may watch look-ups in these.
@@ -145,7 +147,8 @@ class ModelGuard:
         return [parameter.data_ptr() for parameter in self._trainable]
 
     def find_change(self) -> ApplyError | None:
-        """Return the error that names a changed part of the module, else None."""
+        """Return the error that names a changed part of the module, else None; values that lie elsewhere are taken back."""
+        self.take_back()
         for own, name in self._followed:
             if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
                 return compiled_error(name, "this plan exchanges tensors between the calls of its layers")
@@ -170,6 +173,21 @@ class ModelGuard:
                 fix="change values in place: parameter.data.copy_(...) under torch.no_grad()",
             )
         return None
+
+    def take_back(self) -> None:
+        """Copy values that code has put elsewhere (`self.weight.data = self.weight.data.clamp(0)`) to where they belong.
+
+        Memory that anything else holds as well stays refused: what is written there later would not be seen.
+        """
+        if self._places is None or self._places == (now := self._read_places()):
+            return
+        for parameter, data, new, old in zip(self._trainable, self._memory, now, self._places, strict=True):
+            if new == old or data.data_ptr() != old or not all(data.stride()):  # a placeholder of entries
+                continue
+            is_alike = (data.shape, data.dtype, data.device) == (parameter.shape, parameter.dtype, parameter.device)
+            if is_alike and num_users(parameter) == 1:
+                data.copy_(parameter.data)
+                parameter.data = data
 
     def _find_replaced(self) -> ApplyError | None:
         for owner, name, parameter, fqn in self._parameters:

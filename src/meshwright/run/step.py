@@ -134,6 +134,7 @@ class Stepper:
         work = LossWork(*given, is_trained=self._guard.is_trained, on_phase=on_phase, draws=draws)
         with contextlib.nullcontext() if draws is None else draws.running():
             terms = engine.run(work)
+        self._guard.take_back()
         sums, norm = work.finish(terms)
         norm_value = norm.item()
         self._report_findings(sums.loss, norm_value)

@@ -35,10 +35,12 @@ def _package(name: str, folder: Path) -> types.ModuleType:
     return module
 
 
-@pytest.mark.parametrize("folder", ["site-packages", "work"])
+@pytest.mark.parametrize("folder", ["site-packages", "target", "work"])
 def test_an_installed_package_is_a_library(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"helper_{folder.replace('-', '_')}"
     helper = _package(name, tmp_path / folder)
+    if folder == "target":  # of `pip install --target`
+        (tmp_path / folder / f"{name}-1.0.dist-info").mkdir()
     monkeypatch.setitem(sys.modules, name, helper)
 
     class Model(nn.Module):
@@ -49,7 +51,7 @@ def test_an_installed_package_is_a_library(folder: str, tmp_path: Path, monkeypa
     moment = Outside(module).take()
     module(torch.ones(1))
     assert bool(moment.changed()) == (folder == "work")
-    if folder == "site-packages":
+    if folder != "work":
         refuse_class_identity(module, [], Plan.parse("tp=2"))
 
 

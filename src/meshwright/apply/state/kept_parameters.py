@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.apply.state.attributes import SMALL_BYTES
 from meshwright.apply.state.buffers import holds_values
 from meshwright.errors import ApplyError
@@ -22,6 +26,7 @@ class KeptParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._held = [(name, parameter) for name, parameter in module.named_parameters() if _is_plain(parameter)]
+        self._data = [parameter.data for _, parameter in self._held]
         self._values = [parameter.detach().clone() if is_kept(parameter) else None for _, parameter in self._held]
         self._sums = self._read_sums()
 
@@ -34,7 +39,7 @@ class KeptParameters:
         """Restore the small parameters, and return (FQN, the written value) of all that were written."""
         written: list[tuple[str, Tensor]] = []
         sums = iter(zip(self._read_sums(), self._sums, strict=True))
-        for (name, parameter), value in zip(self._held, self._values, strict=True):
+        for (name, parameter), data, value in zip(self._held, self._data, self._values, strict=True):
             if value is None:
                 now, before = next(sums)
                 is_written = now != before
@@ -42,6 +47,8 @@ class KeptParameters:
                 is_written = _is_plain(parameter) and not torch.equal(_as_bits(parameter), _as_bits(value))
             if is_written and _is_plain(parameter):
                 written.append((name, parameter.detach().clone()))
+                if parameter.data_ptr() != data.data_ptr():  # `.data =` has put it elsewhere
+                    parameter.data = data
                 if value is not None:
                     parameter.data.copy_(value)
         return written
@@ -60,6 +67,18 @@ class KeptParameters:
                     fix="run one forward before apply_plan, if the model initialises itself by its first batch; or write to it "
                     "outside of forward",
                 )
+
+
+def parameter_digests(module: nn.Module) -> list[tuple[str, str]]:
+    """Return (FQN, digest of its values) of each small parameter with values here."""
+    with without_function_modes(), without_dispatch_modes():  # what is read here is not the model's
+        held = [(name, p) for name, p in module.named_parameters() if is_kept(p) and _is_plain(p) and p.numel()]
+        return [(name, _digest(_as_bits(p))) for name, p in held]
+
+
+def _digest(bits: Tensor) -> str:
+    held: Any = bits.cpu().numpy()
+    return hashlib.blake2b(held, digest_size=8).hexdigest()
 
 
 def is_kept(value: Tensor) -> bool:

@@ -62,5 +62,13 @@ def _family(name: str) -> str:
 @functools.cache
 def _is_installed(package: str) -> bool:
     module = sys.modules.get(package)
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-    return any(place is not None and not _FOLDERS.isdisjoint(Path(place).parts) for place in places)
+    folders = [Path(place).parent for place in getattr(module, "__path__", ())]
+    file = Path(getattr(module, "__file__", None) or "")
+    folders.append(file.parent.parent if file.stem == "__init__" else file.parent)
+    return any(not _FOLDERS.isdisjoint(folder.parts) or _is_installed_into(folder) for folder in folders)
+
+
+@functools.cache
+def _is_installed_into(folder: Path) -> bool:
+    """Tell whether an installer has put packages into a folder, as `pip install --target` does."""
+    return any(True for _ in folder.glob("*.dist-info"))

@@ -18,6 +18,7 @@ from meshwright.apply.randomness.sites import drawing_again, running_draws
 from meshwright.apply.state.attributes import OF_TORCH, insides_put_back
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
+from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.apply.state.random_states import kept_random_states
 from meshwright.apply.tensor.masks import Mask, NotedDropout, masks_of
 from meshwright.apply.tensor.slices import make_whole
@@ -72,8 +73,8 @@ def compare_runs(
 
 @contextlib.contextmanager
 def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes, hooks and random states after the context."""
-    buffers = BufferSnapshot(module)
+    """Restore buffers, small parameters, attributes, hooks and random states after the context."""
+    buffers, parameters = BufferSnapshot(module), KeptParameters(module)
     attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
     inside = [value for own, _ in attributes for name, value in own.items() if name not in OF_TORCH]
     devices = {parameter.device for parameter in module.parameters()}
@@ -85,3 +86,4 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
                 now.clear()
                 now.update(then)
             buffers.restore()
+            parameters.restore()

@@ -1,14 +1,15 @@
-"""Buffers that each micro-batch's forward changes, where one device's forward changes them once a step.
+"""Buffers and parameters that each micro-batch's forward changes, where one device's forward changes them once a step.
 
 A centre of outputs, a codebook's averages, the vectors of a spectral norm, a count of calls: with micro-batches they move once
 for each, and the later ones see what the earlier ones left. Statistics of torch's norms are known for it; of others a reason
-tells.
+tells. A forward that writes into a parameter by its batch is refused before; here is one that writes by the parameters alone.
 """
 
 from __future__ import annotations
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.buffers import buffer_digests
+from meshwright.apply.state.kept_parameters import parameter_digests
 from meshwright.errors import some_of
 from meshwright.run.losses.loss import LossRule
 
@@ -39,7 +40,8 @@ class BufferCalls:
         """Compare the buffers after a micro-batch's forward with those after the one before it in this step."""
         if not self._left:
             return
-        now = {name: digest for name, _, is_norm, digest in buffer_digests(self._engine.module) if not is_norm}
+        now = {f"'{name}'": digest for name, _, is_norm, digest in buffer_digests(self._engine.module) if not is_norm}
+        now |= {f"parameter '{name}'": digest for name, digest in parameter_digests(self._engine.module)}
         if self._last is not None:
             changed = (name for name, digest in now.items() if self._last.get(name, digest) != digest)
             self._found.update(dict.fromkeys(changed))
@@ -61,7 +63,7 @@ class BufferCalls:
             self._tell(found)
 
     def _tell(self, found: list[str]) -> None:
-        names = some_of([f"'{name}'" for name in found], _MOST_SHOWN)
+        names = some_of(found, _MOST_SHOWN)
         self._rule.reasons += (
             f"buffers: the forward of each micro-batch changes {names}, where one device's forward changes them once in a "
             "step: they are not one device's, nor is what is computed with them; micro_batches=1 is",

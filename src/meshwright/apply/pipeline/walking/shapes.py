@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.tracing.scene import DEEP, Path, Scene, substitute_call
+from meshwright.apply.pipeline.walking.layer_state import absent_listed, laid_out, own_buffers, put_back
 from meshwright.apply.pipeline.walking.other_answers import Answers, Place, other_answers
 from meshwright.apply.pipeline.walking.remembered import Encoder, Known
 from meshwright.apply.pipeline.walking.stand_ins import (
@@ -33,7 +33,6 @@ from meshwright.apply.pipeline.walking.without_numbers import (
     run_plain,
     zeros_like_meta,
 )
-from meshwright.apply.state.buffers import buffer_slots
 from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.function_caches import no_cached_tensors
@@ -212,65 +211,6 @@ def _forward_of_twin(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(twin).forward(twin, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _own_buffers(module: nn.Module) -> Iterator[None]:
-    """Run a module on copies of its buffers inside the context.
-
-    Running statistics count their batches even on fake tensors. The buffers are not written and restored either: a backward on
-    this rank may still need them untouched.
-    """
-    buffers = [(owner, name, getattr(owner, name)) for owner, name in buffer_slots(module)]
-    for owner, name, tensor in buffers:
-        owner._buffers[name] = tensor.clone()
-    try:
-        yield
-    finally:
-        for owner, name, tensor in buffers:
-            owner._buffers[name] = tensor
-
-
-@contextlib.contextmanager
-def _laid_out(module: nn.Module, make: Callable[[Meta], Tensor]) -> Iterator[None]:
-    """Give absent parameters, one number for all entries, real memory inside the context: some kernels require it.
-
-    Where zeros do not serve, `make` says what is in it.
-    """
-    keeps = make is zeros_like_meta
-    own = itertools.chain.from_iterable(
-        vars(child).values() for child in module.modules()
-    )  # `Holding` keeps them there
-    parameters = {
-        id(value): value for value in (*own, *module.parameters()) if isinstance(value, nn.Parameter)
-    }.values()
-    absent = [
-        (parameter, parameter.data)
-        for parameter in parameters
-        if not any(parameter.stride()) and (parameter.dim() or not keeps)
-    ]
-    for parameter, data in absent:
-        parameter.data = data.contiguous() if keeps else make(Meta.of(data))
-    try:
-        yield
-    finally:
-        for parameter, data in absent:
-            parameter.data = data
-
-
-@contextlib.contextmanager
-def _absent_listed(module: nn.Module) -> Iterator[None]:
-    """List the parameters of other stages inside the context, as on theirs: code asks the first one for its dtype or device."""
-    owners = [(child, child._parameters) for child in module.modules()]
-    for child, own in owners:
-        absent = {name: value for name, value in vars(child).items() if isinstance(value, nn.Parameter)}
-        if absent:
-            vars(child)["_parameters"] = {**absent, **own}
-    try:
-        yield
-    finally:
-        for child, own in owners:
-            vars(child)["_parameters"] = own
-
-
 def _run_watched(
     scene: Scene,
     run: Callable[..., Any],
@@ -313,12 +253,21 @@ def _run_watched(
         new_args, new_kwargs = substitute_call(*call, stand_in)
         given = [stand_in(tensor) for tensor in scene.given]
         versions = [tensor._version for tensor in given]
-        memory = contextlib.nullcontext() if make is make_fake else _laid_out(module, make)
+        memory = contextlib.nullcontext() if make is make_fake else laid_out(module, make)
         hooks = hooks_put_back(module.modules())
         if answers is not None:
             answers.made_up([*module.parameters(), *(made[key] for key in unknown)])
         following = contextlib.nullcontext() if answers is None else answers
-        with no_cached_tensors(module), _own_buffers(module), hooks, _absent_listed(module), memory, following:
+        assigned = put_back(module, is_fake=make is make_fake)
+        with (
+            no_cached_tensors(module),
+            own_buffers(module),
+            hooks,
+            absent_listed(module),
+            memory,
+            assigned,
+            following,
+        ):
             results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)
         writes = [

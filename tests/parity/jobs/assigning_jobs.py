@@ -1,0 +1,57 @@
+"""A model whose forward assigns to its parameters, as constraints of weights do; functions that ranks import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.parity.jobs.never_wrong_data_jobs import batches, square
+from torch import Tensor, nn
+
+import meshwright as mw
+
+
+class Constrained(nn.Module):
+    """A layer that assigns to its parameters in forward: a weight that is kept small, and the vector of a spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.mid, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.vector = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.constrained(self.inp(x).tanh()))
+
+    def constrained(self, x: Tensor) -> Tensor:
+        self.mid.weight.data = self.mid.weight.data.clamp(-0.2, 0.2)
+        weight = self.mid.weight
+        left = weight.detach() @ self.vector.data
+        self.vector.data = left / left.norm()
+        return x @ (weight / left.norm()).t()
+
+
+class ConstrainedLayer(nn.Module):
+    """The same inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), Constrained(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def build_constrained() -> nn.Module:
+    return ConstrainedLayer().double()
+
+
+def trainable_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+
+def reasons_of(plan: str) -> list[str]:
+    model = mw.apply_plan(build_constrained, plan, loss_fn=square, optimizer=trainable_sgd, seed=0)
+    with model:
+        for batch in batches(2, 8):
+            model.step(mw.split_batch(batch, model))
+        return list(model.plan.reasons)
