@@ -156,7 +156,7 @@ def test_new_values_in_memory_of_their_own_are_taken_back() -> None:
     equal_on_ranks("dp=2,zero=1", jobs.assign_data)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", ZERO3, "tp=2", "pp=2"])
 def test_a_forward_assigns_to_its_parameters(plan: str) -> None:
     options = {"optimizer": assigning.trainable_sgd}
     run = functools.partial(jobs.planned, assigning.build_constrained, plan, **options)

@@ -10,6 +10,7 @@ from torch import nn
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.compiled import refuse_compiled
+from meshwright.apply.state.assigned import assigned_parameters
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.describe.layers import find_layers
 
@@ -37,18 +38,21 @@ def cut_into_units(
         refuse_compiled(module, "ZeRO-3 exchanges its values between calls of its layers")
     units: list[FlatUnit] = []
     owners: list[nn.Module] = []
+    # What a forward sets, each rank sets alike in the whole; of what is put together for a call alone it would be lost.
+    assigned = assigned_parameters(module) if sharding.zero == 3 else set[int]()
     for owner, members in _layers(module, dense, sharding):
-        kinds: dict[tuple[torch.dtype, torch.device, bool], list[Named]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, bool, bool], list[Named]] = {}
         for name, parameter in members:
-            kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append((name, parameter))
-        for kind in kinds.values():
+            key = parameter.dtype, parameter.device, parameter.requires_grad, id(parameter) in assigned
+            kinds.setdefault(key, []).append((name, parameter))
+        for (*_, is_assigned), kind in kinds.items():
             size = sum(parameter.nbytes for _, parameter in kind)
             unit = FlatUnit(
                 kind,
                 sharding,
                 within,
                 keep_whole=keep_whole,
-                is_gathered=sharding.zero == 3 and size >= max(1, sharding.whole_below),
+                is_gathered=sharding.zero == 3 and not is_assigned and size >= max(1, sharding.whole_below),
             )
             units.append(unit)
             owners.append(owner)

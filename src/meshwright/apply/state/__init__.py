@@ -18,6 +18,7 @@ undisturbed      trial forwards that leave no trace
 mirror           attributes of a module and of its copies in other threads
 plain_objects    objects and containers that modules refer to
 kept_parameters  parameters that trial forwards write
+assigned         parameters whose values the model's own code sets
 reached_code     names that forwards, hooks and the loss look up
 iterators        iterators that cannot be rewound
 copied_iterators iterators of which a copy stands in

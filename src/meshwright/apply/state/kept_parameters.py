@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,10 +23,15 @@ class KeptParameters:
     """The parameters of a module at one moment: small ones with their values, large ones with a sum of their bits.
 
     Versions alone cannot show a write: `.data` leaves them unchanged.
+
+    Args:
+        module: The module.
+        only: Ids of those to keep; None for all.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._held = [(name, parameter) for name, parameter in module.named_parameters() if _is_plain(parameter)]
+    def __init__(self, module: nn.Module, only: Collection[int] | None = None) -> None:
+        wanted = [(name, p) for name, p in module.named_parameters() if only is None or id(p) in only]
+        self._held = [(name, parameter) for name, parameter in wanted if _is_plain(parameter)]
         self._data = [parameter.data for _, parameter in self._held]
         self._values = [parameter.detach().clone() if is_kept(parameter) else None for _, parameter in self._held]
         self._sums = self._read_sums()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.state.assigned import assigned_parameters
 from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import call_model
@@ -53,9 +54,10 @@ def _run_kept(
     term: _Term,
     *,
     has_graph: bool = False,
+    only: Collection[int] | None = None,
 ) -> TrialOutcome:
-    """Run a trial, and restore the parameters with values on this rank that its forward has written."""
-    parameters = KeptParameters(module)
+    """Run a trial, and restore the parameters with values on this rank, all or `only` these, that its forward has written."""
+    parameters = KeptParameters(module, only)
     outcome = run_trial(module, device, trial, forward, term, has_graph=has_graph)
     return dataclasses.replace(outcome, written=tuple(parameters.restore()))
 
@@ -99,8 +101,9 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
     """
     found: Evidence | None = None
     wanted = [] if trials is None else next(trials)
-    # Others hold parameters whole, and as long.
-    run = run_trial if engine.copies > 1 or engine.holds_parts else _run_kept
+    # Whole, and as long, are all parameters, or under ZeRO-3 those that the model's code sets.
+    kept = assigned_parameters(module) if engine.holds_parts else None
+    run = run_trial if engine.copies > 1 else functools.partial(_run_kept, only=kept)
     while True:
         most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
         if most == 0:

@@ -1,0 +1,60 @@
+"""Parameters whose values the model's own code sets, as in `self.weight.data = self.weight.data.clamp(0)`."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__: list[str] = []
+
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_NOT_IN_FORWARD = ("__init__", "reset_parameters", "extra_repr", "load_state_dict")
+
+
+def assigned_parameters(module: nn.Module) -> set[int]:
+    """Return ids of the parameters that a method of some module sets through `.data`; one that only makes them does not count."""
+    found: set[int] = set()
+    chains: dict[type, list[tuple[str, ...]]] = {}
+    for child in module.modules():
+        kind = type(child)
+        if kind not in chains:
+            chains[kind] = list(_chains_of(kind))
+        for chain in chains[kind]:
+            item: object = child
+            for name in chain:
+                item = getattr(item, name, None)
+            if isinstance(item, nn.Parameter):
+                found.add(id(item))
+    return found
+
+
+def _chains_of(kind: type) -> Iterator[tuple[str, ...]]:
+    """Yield the names that lead from `self` to what methods of a class set the `.data` of."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "meshwright"):
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, types.FunctionType) and name not in _NOT_IN_FORWARD and "init" not in name:
+                yield from _chains_in(value.__code__)
+
+
+def _chains_in(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    own = code.co_varnames[0] if code.co_argcount else None
+    chain: list[str] | None = None  # names looked up of `self` since it was loaded
+    for step in dis.get_instructions(code):
+        if step.opname.startswith("LOAD_FAST"):
+            chain = [] if step.argval == own else None
+        elif step.opname == "STORE_ATTR" and step.argval == "data":
+            if chain:
+                yield tuple(chain)
+            chain = None
+        elif step.opname in _LOADS and chain is not None:
+            name = str(step.argval)
+            if chain[-1:] == ["data"] and name.endswith("_") and not name.endswith("__"):
+                yield tuple(chain[:-1])
+            chain.append(name)
+        elif step.opname not in ("CACHE", "EXTENDED_ARG"):
+            chain = None
