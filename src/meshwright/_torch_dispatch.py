@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 import torch.library
+from torch._functorch import pyfunctorch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd import forward_ad
 
 __all__ = [
     "KeptBy",
     "SizeOfValuesError",
     "also_replace",
     "batches_of_one",
+    "carries_tangents",
     "cudnn_rnn",
     "draws_intercepted",
     "draws_untouched",
@@ -30,9 +33,11 @@ __all__ = [
     "is_fake_mode_on",
     "is_of_library",
     "is_transformed",
+    "is_wrapped",
     "keep_results",
     "replace_draws",
     "watch_empty_attention",
+    "without_transforms",
 ]
 
 SizeOfValuesError = (DataDependentOutputException, DynamicOutputShapeException)
@@ -230,6 +235,26 @@ def batches_of_one() -> Generator[None]:
 def is_transformed() -> bool:
     """Tell whether a transform of torch.func (vmap, grad) runs the code."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def carries_tangents() -> bool:
+    """Tell whether forward-mode derivatives are computed: tensors carry tangents beside their values."""
+    return forward_ad._current_level >= 0
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a wrapper that a transform of torch.func has put around another one, without memory."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def without_transforms() -> Generator[None]:
+    """Run code as outside of transforms of torch.func, which would wrap each tensor that it makes."""
+    if not is_transformed():
+        yield
+        return
+    with pyfunctorch.temporarily_clear_interpreter_stack():
+        yield
 
 
 def is_fake_mode_on() -> bool:

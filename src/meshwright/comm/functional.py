@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright._torch_dispatch import is_transformed
+from meshwright._torch_dispatch import carries_tangents, is_transformed
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, ConfigError
 
@@ -56,10 +56,10 @@ def _make(function: type[torch.autograd.Function], tensor: Tensor, how: How) -> 
     watcher = WATCHERS.get(threading.get_ident()) if WATCHERS else None
     if watcher is not None:
         return watcher(function, tensor, how)
-    if is_transformed():
+    if is_transformed() or carries_tangents():
         raise ApplyError(
-            "a transform of torch.func (vmap, grad, jvp) runs code that ranks have cut: it has no rule for an exchange "
-            f"({how[3]})",
+            "a transform of torch.func (vmap, grad, jvp) or torch.autograd.forward_ad runs code that ranks have cut: it has no "
+            f"rule for an exchange ({how[3]})",
             fix="use a plan without tp (dp, zero), or compute the derivative with torch.autograd",
         )
     return function.apply(tensor, how)

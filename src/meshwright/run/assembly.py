@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -343,6 +345,7 @@ def build_optimizer(
             f"optimizer= must be or give a torch.optim.Optimizer, it is or gives {type(built).__name__}",
             fix="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
         )
+    _complete(built)
     live = {id(parameter) for parameter in module.parameters()}
     held = [parameter for group in built.param_groups for parameter in group["params"]]
     strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in live]
@@ -356,6 +359,18 @@ def build_optimizer(
     if may_fuse and built is not optimizer:
         _fuse(built)
     return built
+
+
+def _complete(optimizer: Any) -> None:
+    """Give an optimizer what torch's constructor makes, where its class does not call that (Lookahead around another one)."""
+    made = vars(torch.optim.SGD([torch.zeros(1)])) if isinstance(optimizer, torch.optim.Optimizer) else {"state": {}}
+    for name, value in made.items():
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, type(value)() if name != "state" else collections.defaultdict(dict))
+    step = type(optimizer).step
+    if "_optimizer_step_pre_hooks" in made and not hasattr(step, "hooked"):
+        # Of this object alone: other objects of the class have no tables of hooks, which torch's own wrapper asks for.
+        optimizer.step = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright._torch_dispatch import is_transformed, is_wrapped, without_transforms
 from meshwright._torch_private import without_dispatch_modes, without_function_modes
 from meshwright.apply.data.exchange_order import GATHER, REDUCE, Action, Uses, backward_order, complete, forward_order
 from meshwright.apply.data.flat_unit import FlatUnit
@@ -33,11 +34,14 @@ from meshwright.apply.data.own_gathering import OwnGathering
 from meshwright.apply.data.requests import agree_on_unit, spare_bytes
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.hooks import OwnHook
+from meshwright.apply.modules.transforms import derivatives_refused, refusal
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
+
+_DERIVATIVES = "beside ZeRO-3's hooks on what backward needs", "use zero=2"
 
 
 class Gathering(OwnGathering):
@@ -140,7 +144,7 @@ class Gathering(OwnGathering):
             if self._phase != "forward" or self._everything_whole:
                 return
             self._is_over.update(indices)
-            if self._is_learning and self._keeps_all:
+            if (self._is_learning and self._keeps_all) or is_transformed():  # whose tensors have no memory to compare
                 return
             for index in indices:
                 if index not in self.keeps_until_end and not self._keeps_now and not self._aliases(index, outputs):
@@ -184,12 +188,14 @@ class Gathering(OwnGathering):
         if not self._gathered:
             yield
             return
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with derivatives_refused(*_DERIVATIVES), saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor._is_zerotensor():  # derivatives of zero, without memory
             return tensor
+        if is_wrapped(tensor):
+            raise refusal(*_DERIVATIVES)
         index = self._at_address.get(tensor.untyped_storage().data_ptr())
         return tensor if index is None else (index, tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -215,7 +221,11 @@ class Gathering(OwnGathering):
         self._note_need(index)
         if self._units[index].is_whole:
             return
-        with without_dispatch_modes(), without_function_modes():  # these reads are not the model's
+        with (
+            without_transforms(),
+            without_dispatch_modes(),
+            without_function_modes(),
+        ):  # these reads are not the model's
             self._sum_what_is_ready()
             while not self._units[index].is_whole and self._place < len(self._order):
                 self._run_next()

@@ -215,6 +215,16 @@ def _copy(value: Any, known: dict[int, Any]) -> Any:
         return value
 
 
+def require_hooks(optimizer: Any) -> None:
+    """Raise ApplyError where an optimizer is no `torch.optim.Optimizer`, so that nothing can be done before its steps."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ApplyError(
+            f"{type(optimizer).__name__} was not seen to treat each element by itself, so that tp would give it whole matrices "
+            "before each step, which takes the hooks of torch.optim.Optimizer",
+            fix="derive its class from torch.optim.Optimizer, and work on param_groups alone; or use a plan of dp alone",
+        )
+
+
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
     """Raise ApplyError where an optimizer already holds state that was not there when it was made.
 

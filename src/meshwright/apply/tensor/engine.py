@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.data.base import make_copies_equal
-from meshwright.apply.data.optimizer import acts_per_element
+from meshwright.apply.data.optimizer import acts_per_element, require_hooks
 from meshwright.apply.engine import Engine
 from meshwright.apply.finding import Finding
 from meshwright.apply.first_look import tell_everyone
@@ -249,6 +249,7 @@ class TensorEngine(OuterEngine):
                     "cuts them twice",
                     fix="use zero=0, or tp=1, or an optimizer that treats each element by itself",
                 )
+            require_hooks(optimizer)
             self._hooks += [
                 optimizer.register_step_pre_hook(lambda *_: self._whole_matrices.enter()),
                 optimizer.register_step_post_hook(lambda *_: self._whole_matrices.leave()),

@@ -52,7 +52,8 @@ def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, dev
             raise ApplyError(
                 f"ranks {list(circle.ranks)} share the model's layers and must step on the same share of the batch: on ranks "
                 f"{first} and {other} {what}{row}",
-                fix="share data out by model.dp_rank and model.dp_size, as make_loader and split_batch do, not by rank",
+                fix="hand make_loader or split_batch the same global batch on every rank: seed what draws it alike "
+                "(torch.manual_seed(step), say); data that a script shares out itself goes by model.dp_rank, not by rank",
             )
 
 

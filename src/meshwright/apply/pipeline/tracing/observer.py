@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright._torch_private import RNN_LAYER, without_function_modes
+from meshwright.apply.modules.transforms import refuse_foreign_call
 from meshwright.apply.pipeline.tracing.call_trace import Flow, UnitCall
 from meshwright.apply.pipeline.tracing.functions import (
     DIFFERENTIATES,
@@ -143,12 +144,7 @@ class ForwardObserver(TorchFunctionMode):
             self._note_draws()
             place = len(self._calls)
             parameters = list(unit.parameters())
-            if any(id(p) not in self._names for p in parameters):
-                raise ApplyError(
-                    f"layer '{name}' runs with other parameters than its own (functional_call, or an inner step of training), "
-                    "and a pipeline stage holds only its own layers' parameters",
-                    fix="use pp=1 (dp, zero and tp allow it)",
-                )
+            refuse_foreign_call(name, unit, self._names)
             own = {self._names[id(p)] for p in parameters}
             self._used.append(own | self._parameters_in((args, kwargs)))
             given = tensors_of_call(args, kwargs, places_of_call(args, kwargs))

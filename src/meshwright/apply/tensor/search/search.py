@@ -136,6 +136,11 @@ class Search:
                 self._reasons.setdefault(
                     key, f"code outside the model's forward reads it ({', '.join(sorted(uses[()]))})"
                 )
+        for key in (
+            self._trace.replaced - self._taken
+        ):  # the layer is given whole tensors: it may not take its shards' place
+            self._taken.add(key)
+            self._reasons.setdefault(key, "its layer runs with another tensor in its place (functional_call)")
 
     # -- kinds of regions ---------------------------------------------------------------------------------------
 

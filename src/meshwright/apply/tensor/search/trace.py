@@ -143,6 +143,8 @@ class Trace(TorchFunctionMode):
             self.names.setdefault(id(parameter), []).append(name)
             self.keys[name] = id(parameter)
             self.parameters[id(parameter)] = parameter
+        self.replaced: set[int] = set()
+        """Parameters in whose place their layer ran with another tensor (`torch.func.functional_call`)."""
         self._sources: dict[int, frozenset[int]] = {}
         self._dims: dict[int, tuple[int, list[int | None]]] = {}  # tensors made of a parameter: whose, and which dims
         self._parts: dict[int, tuple[int, tuple[int, ...]]] = {}  # tensors put together: along which dim, and sizes
@@ -161,6 +163,7 @@ class Trace(TorchFunctionMode):
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._path.append(name)
             self.num_calls[name] += 1
+            self._note_replaced(name, module)
             with without_function_modes():
                 ambient = current_ambient()
                 signature = call_key(args, kwargs, ambient)
@@ -179,6 +182,12 @@ class Trace(TorchFunctionMode):
 
         self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self._handles.append(module.register_forward_hook(leave))
+
+    def _note_replaced(self, name: str, module: nn.Module) -> None:
+        prefix = f"{name}." if name else ""
+        for own, tensor in module._parameters.items():
+            if tensor is not None and id(tensor) not in self.parameters and prefix + own in self.keys:
+                self.replaced.add(self.keys[prefix + own])
 
     def stop(self) -> None:
         """Stop watching the modules."""
