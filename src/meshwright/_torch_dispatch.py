@@ -36,6 +36,7 @@ __all__ = [
     "is_wrapped",
     "keep_results",
     "replace_draws",
+    "scripts_in_python",
     "watch_empty_attention",
     "without_transforms",
 ]
@@ -235,6 +236,36 @@ def batches_of_one() -> Generator[None]:
 def is_transformed() -> bool:
     """Tell whether a transform of torch.func (vmap, grad) runs the code."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+class _Inlining(threading.local):
+    depth = 0
+
+
+_inlining = _Inlining()
+
+
+@contextlib.contextmanager
+def scripts_in_python() -> Generator[None]:
+    """Run the Python code of functions that `torch.jit.script` has compiled: torch functions inside are seen, as elsewhere."""
+    _see_scripts()
+    _inlining.depth += 1
+    try:
+        yield
+    finally:
+        _inlining.depth -= 1
+
+
+@functools.cache
+def _see_scripts() -> None:
+    kind: Any = torch.jit.ScriptFunction
+    compiled = kind.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        written = getattr(self, "_torchdynamo_inline", None) if _inlining.depth else None
+        return compiled(self, *args, **kwargs) if written is None else written(*args, **kwargs)
+
+    kind.__call__ = call
 
 
 def carries_tangents() -> bool:

@@ -1,4 +1,4 @@
-"""Optimizers whose class does not call torch's constructor train as in plain torch, and so do others of their class beside them."""
+"""Optimizers whose class does not call torch's constructor train as in plain torch, and leave their class as it was."""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ ZERO_3, PIPELINE = "dp=2,zero=3,whole_below=0", "pp=2,micro_batches=2"
         (jobs.Generated, "dp=2,tp=2"),
         (jobs.Shifted, "tp=2"),
         (jobs.Generated, ZERO_3),
+        (jobs.Scripted, PIPELINE),
+        (jobs.Scripted, "tp=2,pp=2,micro_batches=2"),
     ],
 )
 def test_equal_to_one_device(build: Any, line: str) -> None:

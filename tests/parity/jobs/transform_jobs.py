@@ -1,4 +1,4 @@
-"""Models whose forward runs layers inside of transforms of torch.func, or with other parameters than their own."""
+"""Models whose forward runs layers inside of transforms of torch.func or with other parameters than their own, or scripts."""
 
 from __future__ import annotations
 
@@ -70,6 +70,26 @@ class Shifted(_Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.net(x)
         return self.head(h) + functional_call(self.head, {"weight": 2 * self.head.weight}, (h,))
+
+
+@torch.jit.script
+def gated(x: Tensor) -> Tensor:
+    """Return x * sigmoid(x), compiled by torch.jit."""
+    return x * torch.sigmoid(x)
+
+
+class Scripted(nn.Module):
+    """Calls a function that torch.jit has compiled between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.head = nn.Linear(FEATURES, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = gated(layer(x))
+        return self.head(x)
 
 
 def losses(build: Callable[[], nn.Module], line: str) -> list[float]:

@@ -259,3 +259,47 @@ def test_a_snapshot_of_a_module_sees_writes_into_other_memory(kind: str) -> None
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(ApplyError, match="Tanh has no parameters"):
         mw.apply_plan(nn.Tanh, "single", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+
+
+class _Makes(OrderedDict[str, Any]):
+    """A table that makes an object of an entry's class when it is asked, as transformers has one of its activations."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class _Doubles(list[int]):
+    def __iter__(self) -> Any:
+        return (2 * value for value in super().__iter__())
+
+
+_TABLE = _Makes(tanh=nn.Tanh, relu=nn.ReLU)
+
+
+class _ByTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(3, 3), _TABLE["tanh"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x))
+
+
+def test_entries_are_read_as_they_are_kept() -> None:
+    assert read_parts(_TABLE) == {"tanh": nn.Tanh, "relu": nn.ReLU}
+    values = _Doubles([1, 2])
+    write_parts(values, read_parts(values))
+    assert list.__repr__(values) == "[1, 2]"
+
+
+def test_a_table_that_makes_its_objects_stays_as_it_was() -> None:
+    """It is a global variable of the model's code, which is put back after trials."""
+    model = mw.apply_plan(
+        _ByTable,
+        "single,micro_batches=2",
+        loss_fn=lambda outputs, batch: (outputs - batch[1]).square().mean(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    )
+    model.step((torch.ones(4, 3), torch.zeros(4, 3)))
+    model.close()
+    assert isinstance(_ByTable().act, nn.Tanh)

@@ -34,14 +34,12 @@ from meshwright.apply.data.own_gathering import OwnGathering
 from meshwright.apply.data.requests import agree_on_unit, spare_bytes
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.hooks import OwnHook
-from meshwright.apply.modules.transforms import derivatives_refused, refusal
+from meshwright.apply.modules.transforms import BESIDE_ZERO_3, derivatives_refused, refusal
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
-
-_DERIVATIVES = "beside ZeRO-3's hooks on what backward needs", "use zero=2"
 
 
 class Gathering(OwnGathering):
@@ -188,14 +186,14 @@ class Gathering(OwnGathering):
         if not self._gathered:
             yield
             return
-        with derivatives_refused(*_DERIVATIVES), saved_tensors_hooks(self._pack, self._unpack):
+        with derivatives_refused(*BESIDE_ZERO_3), saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout != torch.strided or tensor._is_zerotensor():  # derivatives of zero, without memory
             return tensor
         if is_wrapped(tensor):
-            raise refusal(*_DERIVATIVES)
+            raise refusal(*BESIDE_ZERO_3)
         index = self._at_address.get(tensor.untyped_storage().data_ptr())
         return tensor if index is None else (index, tensor.shape, tensor.stride(), tensor.storage_offset())
 

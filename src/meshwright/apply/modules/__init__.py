@@ -7,6 +7,7 @@ forwards  another forward for one module, by a subclass
 hooks     hooks that are left behind where a module is copied
 compiled  modules that torch.compile has compiled
 synced_norms  BatchNorm over the samples of all ranks
+transforms  transforms of torch.func around layers, refused by name where a plan cannot do them
 
 To replace a forward, use `forwards.py`, never an assignment to the instance.
 """

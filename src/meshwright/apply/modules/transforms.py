@@ -13,6 +13,9 @@ from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
+BESIDE_ZERO_3 = "beside ZeRO-3's hooks on what backward needs", "use zero=2"
+"""Where `derivatives_refused` refuses under ZeRO-3, and its fix."""
+
 
 @contextlib.contextmanager
 def derivatives_refused(where: str, fix: str) -> Generator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from meshwright._torch_dispatch import scripts_in_python
 from meshwright.apply.finding import Finding
 from meshwright.apply.pipeline.notes import END, Note
 from meshwright.apply.pipeline.ownership.settled import Buffers
@@ -119,7 +120,8 @@ class Stage:
         walk = StageForward(self.index, self._map, known, mail, self._draws, module=self._module, way=way)
         self._under_way.walk = walk
         try:
-            with self._draws.between_layers(micro_batch, self.index), split or contextlib.nullcontext(), walk:
+            between, halves = self._draws.between_layers(micro_batch, self.index), split or contextlib.nullcontext()
+            with scripts_in_python(), between, halves, walk:
                 result = run(self._module)
         except ReadsValueError:
             if not walk.owes_nothing_to_the_loss:

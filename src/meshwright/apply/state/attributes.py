@@ -145,12 +145,11 @@ def read_parts(value: Any) -> Any:
         return read_generator(value)
     if is_array(value):
         return read_array(value)
-    if isinstance(value, (list, collections.deque)):
-        return list(value)
-    if isinstance(value, set):
-        return set(value)
-    if isinstance(value, dict):
-        return dict(value)
+    if isinstance(value, _BASES):  # not by the class's own methods: some give for an entry what they make of it
+        base = _base_of(value)
+        if isinstance(value, dict):
+            return dict(base.items(value))
+        return set(base.__iter__(value)) if isinstance(value, set) else list(base.__iter__(value))
     return {**getattr(value, "__dict__", {}), **read_slots(value)}
 
 
@@ -190,10 +189,10 @@ def _write_entries(target: Any, parts: Any) -> None:
 
 def _ids_of(parts: Any) -> Any:
     if isinstance(parts, set):
-        return set(map(id, parts))
+        return set(map(id, _base_of(parts).__iter__(parts)))
     if isinstance(parts, dict):
         return [(id(key), id(value)) for key, value in _base_of(parts).items(parts)]
-    return list(map(id, parts))
+    return list(map(id, _base_of(parts).__iter__(parts)))
 
 
 def _base_of(container: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_dispatch import scripts_in_python
 from meshwright.apply.first_look import FirstRun
 from meshwright.apply.modules.copies import copy_module, sharing_attributes
 from meshwright.apply.pipeline.tracing.call_trace import Flow
@@ -70,7 +71,7 @@ def _observe_units(
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: Judged) -> Flow:
     observer = ForwardObserver(module, units)
     try:
-        with torch.enable_grad(), observer.attached(), observer.counter, observer:
+        with scripts_in_python(), torch.enable_grad(), observer.attached(), observer.counter, observer:
             run(module)
         # What layers compute grows with the samples, what their parameters cost does not.
         return observer.flow(run.pieces if isinstance(run, FirstRun) else 1, judged)

@@ -136,9 +136,7 @@ class Search:
                 self._reasons.setdefault(
                     key, f"code outside the model's forward reads it ({', '.join(sorted(uses[()]))})"
                 )
-        for key in (
-            self._trace.replaced - self._taken
-        ):  # the layer is given whole tensors: it may not take its shards' place
+        for key in self._trace.replaced - self._taken:  # its layer is given whole tensors
             self._taken.add(key)
             self._reasons.setdefault(key, "its layer runs with another tensor in its place (functional_call)")
 
