@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -256,3 +257,27 @@ def test_an_order_that_the_source_draws_is_the_same_on_all_ranks(kind: str) -> N
     first, second = (together(shares) for shares in zip(epochs(0), epochs(1), strict=True))
     assert sorted(joined(first)) == sorted(joined(second)) == list(range(8))
     assert first != second
+
+
+class _Eight(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+def _masks(samples: Any) -> Any:
+    return torch.tensor([sample * random.random() for sample in samples])
+
+
+@pytest.mark.parametrize("dataset", [list(range(8)), _Eight()])
+def test_a_collate_function_that_draws_for_shares_is_told_once(dataset: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def read(collate: Any, size: int) -> list[str]:
+        caplog.clear()
+        for rank in range(size):
+            loader = make_loader(dataset, fake_model(rank, size), global_batch_size=4, collate_fn=collate)
+            for _ in range(2):
+                list(itertools.islice(loader, 2))
+        return [record.getMessage() for record in caplog.records if "collate_fn draws" in record.getMessage()]
+
+    assert len(read(_masks, 2)) == 1
+    assert read(_masks, 1) == []
+    assert read(torch.tensor, 2) == []

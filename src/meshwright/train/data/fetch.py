@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import logging
 import random
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -17,10 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from meshwright.python_state import kept_python_state
+from meshwright.python_state import PythonState, kept_python_state
 from meshwright.train.data.order import mix
 
 __all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
 
 # Third words of seeds, so that no two users of random numbers get the same ones.
 _OF_SAMPLES, OF_COLLATE, _OF_WORKERS, OF_STREAM = 1, 2, 3, 4
@@ -58,6 +61,7 @@ class SampleReader(Dataset[Any]):
         key: The seed and the epoch.
         seeds_samples: Whether to seed torch, numpy and random for every sample, from the key and the sample's index. Costs
             about 50 us a sample.
+        tells_draws: Whether to warn where `collate` draws for a share of the first batch.
     """
 
     def __init__(
@@ -67,8 +71,10 @@ class SampleReader(Dataset[Any]):
         key: tuple[int, int],
         *,
         seeds_samples: bool,
+        tells_draws: bool = False,
     ) -> None:
         self.dataset = dataset
+        self.tells_draws = tells_draws
         self.collate: Callable[[Any], Any] = collate or default_collate
         self.key = key
         self.seeds_samples = seeds_samples
@@ -87,7 +93,8 @@ class SampleReader(Dataset[Any]):
         # Unseeded samples continue with the generators as they are: if restored, each batch would draw the same.
         with isolated_rng() if self.seeds_samples else contextlib.nullcontext():
             samples = [self._sample(index) for index in indices]
-            return seeded_collate(self.collate, samples, mix(*self.key, OF_COLLATE, start))
+            tells = self.tells_draws and start == 0 and self.key[1] == 0  # the first share of all
+            return seeded_collate(self.collate, samples, mix(*self.key, OF_COLLATE, start), tells=tells)
 
     def _sample(self, index: int) -> Any:
         if self.seeds_samples:
@@ -99,13 +106,30 @@ class SampleReader(Dataset[Any]):
             raise
 
 
-def seeded_collate(collate: Callable[[Any], Any], samples: Sequence[Any], seed: int) -> Any:
-    """Return the batch of these samples; where the function may draw, under a seed of its own."""
+def seeded_collate(collate: Callable[[Any], Any], samples: Sequence[Any], seed: int, *, tells: bool = False) -> Any:
+    """Return the batch of these samples; where the function may draw, under a seed of its own.
+
+    Args:
+        collate: The function.
+        samples: The samples of this rank's share.
+        seed: The seed.
+        tells: Whether to warn where the function draws: of several ranks, each draws for its own share.
+    """
     if not may_draw(collate):
         return collate(samples)
     with isolated_rng():
         seed_everything(seed)
-        return collate(samples)
+        before = (torch.default_generator.get_state(), PythonState()) if tells else None
+        batch = collate(samples)
+        if before is not None and (
+            before[1].has_moved() or not torch.equal(before[0], torch.default_generator.get_state())
+        ):
+            _LOG.warning(
+                "make_loader: collate_fn draws random numbers (masks, mixing), for each rank's share: other ones than one "
+                "device's. Fix: hand over a DataLoader of whole batches, DataLoader(dataset, batch_size, collate_fn=...), or "
+                "draw in the dataset's __getitem__"
+            )
+        return batch
 
 
 def may_draw(collate: Callable[[Sequence[Any]], Any] | None) -> bool:

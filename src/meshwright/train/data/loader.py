@@ -68,8 +68,8 @@ def make_loader(
         num_workers: Worker processes that read samples for this rank; 0: this process [count].
         prefetch: Batches read ahead, by a thread where `num_workers` is 0 [count].
         collate_fn: Makes a batch of a list of samples; None: torch's default. Where it draws random numbers (masking, say) they
-            depend on seed, epoch and the share's place alone. One that draws none may say so with an attribute
-            `deterministic_samples = True`: then a thread may read ahead.
+            depend on seed, epoch and the share's place alone, which a warning says where there are several shares. One that
+            draws none may say so with an attribute `deterministic_samples = True`: then a thread may read ahead.
         sample_rng: Seed torch, numpy and random for every sample, from seed, epoch and index: an augmentation is then the
             same on every layout, differs from sample to sample and from epoch to epoch, and leaves the model's random
             numbers alone. It costs about 50 us a sample, and without workers nothing is read ahead. None: unless the dataset
@@ -233,7 +233,10 @@ class IndexedLoader:
 
     def _iterate(self, shares: list[tuple[int, Share]]) -> Generator[Any]:
         key = (self.seed, self.epoch)
-        reader = SampleReader(self.dataset, self._options.collate_fn, key, seeds_samples=self._seeds_samples)
+        tells = self._model.dp_size > 1
+        reader = SampleReader(
+            self.dataset, self._options.collate_fn, key, seeds_samples=self._seeds_samples, tells_draws=tells
+        )
         batches = read_batches(
             reader,
             [share for _, share in shares],

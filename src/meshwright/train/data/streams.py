@@ -201,7 +201,8 @@ class StreamLoader:
                 return
             low, high = (0, len(chunk)) if self._rank_local else even_ranges(len(chunk), ranks)[rank]
             seed = mix(self._options.seed, self.epoch, OF_COLLATE, place, rank)
-            share = seeded_collate(self._collate, chunk[low:high], seed) if high > low else None
+            tells = ranks > 1 and rank == place == self.epoch == 0 and not self._rank_local
+            share = seeded_collate(self._collate, chunk[low:high], seed, tells=tells) if high > low else None
             yield share, self._mark([chunk[0], chunk[-1]])  # a stream that gives each rank its own differs there
 
     def _at_once(self, source: Iterable[Any], size: int) -> Iterator[list[Any]]:
