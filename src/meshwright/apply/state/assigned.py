@@ -22,12 +22,14 @@ def assigned_parameters(module: nn.Module) -> set[int]:
         kind = type(child)
         if kind not in chains:
             chains[kind] = list(_chains_of(kind))
-        for chain in chains[kind]:
-            item: object = child
-            for name in chain:
-                item = getattr(item, name, None)
-            if isinstance(item, nn.Parameter):
-                found.add(id(item))
+        for *inner, name in chains[kind]:
+            owner: nn.Module | None = child
+            for part in inner:
+                owner = None if owner is None else dict.get(owner._modules, part)
+            # `dict.get` itself, since an engine may watch look-ups in these.
+            parameter = None if owner is None else dict.get(owner._parameters, name)
+            if parameter is not None:
+                found.add(id(parameter))
     return found
 
 

@@ -30,7 +30,7 @@ class KeptParameters:
     """
 
     def __init__(self, module: nn.Module, only: Collection[int] | None = None) -> None:
-        wanted = [(name, p) for name, p in module.named_parameters() if only is None or id(p) in only]
+        wanted = [(name, p) for name, p in _named(module) if only is None or id(p) in only]
         self._held = [(name, parameter) for name, parameter in wanted if _is_plain(parameter)]
         self._data = [parameter.data for _, parameter in self._held]
         self._values = [parameter.detach().clone() if is_kept(parameter) else None for _, parameter in self._held]
@@ -78,8 +78,18 @@ class KeptParameters:
 def parameter_digests(module: nn.Module) -> list[tuple[str, str]]:
     """Return (FQN, digest of its values) of each small parameter with values here."""
     with without_function_modes(), without_dispatch_modes():  # what is read here is not the model's
-        held = [(name, p) for name, p in module.named_parameters() if is_kept(p) and _is_plain(p) and p.numel()]
+        held = [(name, p) for name, p in _named(module) if is_kept(p) and _is_plain(p) and p.numel()]
         return [(name, _digest(_as_bits(p))) for name, p in held]
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return what `named_parameters` gives; an engine that watches look-ups of parameters is not told of these."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, owner in module.named_modules():
+        for name, parameter in dict.items(owner._parameters):
+            if parameter is not None:
+                found.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
+    return list(found.values())
 
 
 def _digest(bits: Tensor) -> str:
