@@ -21,6 +21,7 @@ from meshwright.apply.pipeline.tracing.stage_map import StageMap, cut
 from meshwright.apply.pipeline.walking.counters import Counters
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.later_writes import LaterWrites
+from meshwright.apply.pipeline.walking.layer_settings import LayerSettings
 from meshwright.apply.pipeline.walking.own_state import OwnState
 from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
 from meshwright.apply.pipeline.walking.unit_hooks import Interception, UnderWay
@@ -80,6 +81,7 @@ class Placed:
         self.draws = Draws(seed, device, apart=flow.draws, python=bool(flow.draws_python))
         """Random numbers that several stages draw."""
         self._own_state = OwnState(module, self._around, own) if len(own) > 1 else None
+        self._settings = LayerSettings(module, flow.units)
         self._later_writes = LaterWrites(module, self.stage_map, in_parts=together is not None)
         self.stages = {
             index: Stage(
@@ -110,6 +112,7 @@ class Placed:
     def intercept(self) -> None:
         """Have calls of units come by the stages from now on; once the engine inside has taken what this rank holds."""
         self._later_writes.begin()
+        self._settings.leave()
         for stage in self.stages.values():
             stage.counters = Counters(self._around)
         self.interception = Interception(self._module, self._units, self._around, self._under_way)
@@ -119,17 +122,20 @@ class Placed:
         for stage in self.stages.values():
             stage.forget()
         self.draws.begin_step()
+        self.shapes.follow(self._settings)
         if self._own_state is not None:
             self._own_state.begin_step()
 
     def begin_forward(self) -> None:
         """Begin forwards that no step surrounds."""
         self.draws.begin_forward()
+        self.shapes.follow(self._settings)
         if self._own_state is not None:
             self._own_state.begin_step()
 
     def end_forwards(self) -> None:
         """Take note that the forwards of a step, or those without one, are over."""
+        self._settings.leave()
         if self._own_state is not None:
             self._own_state.end_step()
 

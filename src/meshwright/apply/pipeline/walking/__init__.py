@@ -9,6 +9,7 @@ unit_hooks       dispatch of layer calls to the walk
 user_hooks       users' hooks on layers
 shapes           output shapes of other stages' calls, cached per call
 layer_state      state of another stage's layer while its call is run for its shapes
+layer_settings   attributes of layers that a script sets between forwards
 without_numbers  code run on fake tensors, or on made-up values where it needs some
 other_answers    other numbers where the code of a call reads made-up ones
 remembered       a call of another stage: its results and its writes

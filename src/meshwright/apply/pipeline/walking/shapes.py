@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.modules.copies import copy_module
 from meshwright.apply.pipeline.tracing.scene import DEEP, Path, Scene, substitute_call
+from meshwright.apply.pipeline.walking.layer_settings import LayerSettings
 from meshwright.apply.pipeline.walking.layer_state import absent_listed, laid_out, own_buffers, put_back
 from meshwright.apply.pipeline.walking.other_answers import Answers, Place, other_answers
 from meshwright.apply.pipeline.walking.remembered import Encoder, Known
@@ -77,6 +78,11 @@ class Shapes:
             for own, parameter in twin.named_parameters():
                 fqn = f"{name}.{own}" if name else own
                 parameter.requires_grad_(trainable.get(fqn, parameter.requires_grad))
+
+    def follow(self, settings: LayerSettings) -> None:
+        """Drop all cached results where a script has set attributes or buffers of layers since the last forward."""
+        if settings.set_since(self._twins):
+            self._known.clear()
 
     def of_unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Return the cached results of such a call of a unit, or None, without running anything."""
@@ -152,7 +158,8 @@ class Shapes:
         if twin is None:
             scope += self._around
         else:
-            twin.train(module.training)
+            for own, child in module.named_modules():
+                twin.get_submodule(own).training = child.training
             module, forward = twin, _forward_of_twin
             scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
         return Scene(args, kwargs, scope, depth=DEEP), module, functools.partial(forward, module)
