@@ -1,7 +1,8 @@
-"""Settings of layers: attributes without tensors, and buffers, that a script may set between forwards.
+"""Settings of layers: attributes without tensors, and sizes of buffers, that a script may set between forwards.
 
 What a layer returns may depend on them, so that what is known of its calls counts no more; and the copy without values that
-runs in the layer's place has to be set alike.
+runs in the layer's place has to be set alike. Numbers in tensors are no settings here: ranks give each other those of buffers
+between steps, and what a layer has computed is put back.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.apply.state.attributes import OF_TORCH, is_object, read_parts
-from meshwright.trees import LEAVES, memory_key
+from meshwright.trees import LEAVES
 
 __all__: list[str] = []
 
 _AT_ONCE = LEAVES | {type, types.FunctionType, types.BuiltinFunctionType}
 _CONTAINERS = (tuple, list, dict, set)
-_DEPTH = 3  # of containers and objects inside each other
+_DEPTH = 5  # of containers and objects inside each other
 _MOST = 256
 """Entries of a container or an object that are compared; long ones are data [count]."""
 
@@ -29,7 +30,7 @@ _ABSENT = object()
 
 
 class LayerSettings:
-    """The attributes and buffers of layers after the last forward.
+    """The attributes of layers, and the sizes of their buffers, after the last forward.
 
     Args:
         module: The model.
@@ -77,7 +78,7 @@ class LayerSettings:
             marks: _Marks = {key: _mark(own[key], inside) for key in own.keys() - OF_TORCH}
             marks["training"] = child.training != unit_is_training  # a layer's own mode is a part of each call
             for key, buffer in child._buffers.items():
-                marks[key] = None if buffer is None else (memory_key(buffer), buffer._version, buffer.shape)
+                marks[key] = None if buffer is None else buffer.shape
             yield marks
 
 

@@ -80,7 +80,7 @@ class Shapes:
                 parameter.requires_grad_(trainable.get(fqn, parameter.requires_grad))
 
     def follow(self, settings: LayerSettings) -> None:
-        """Drop all cached results where a script has set attributes or buffers of layers since the last forward."""
+        """Drop all cached results where a script has changed settings of layers since the last forward."""
         if settings.set_since(self._twins):
             self._known.clear()
 
