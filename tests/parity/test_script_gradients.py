@@ -106,6 +106,18 @@ def test_what_one_rank_alone_does_to_gradients_or_the_mode_is_refused(plan: str,
     assert first == second
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+@pytest.mark.parametrize("what", ["one gradient set to None", "one set to None, then another backward"])
+def test_a_gradient_that_one_rank_alone_sets_to_none_is_refused(plan: str, what: str) -> None:
+    for outcome in testing.run_outcomes(functools.partial(jobs.done_by_one_rank, by_all=False), 2, plan, what):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "have not done the same to the gradient" in str(outcome.error)
+    first, second = testing.run_ranks(functools.partial(jobs.done_by_one_rank, by_all=True), 2, plan, what)
+    assert first == second
+    (alone,) = testing.run_ranks(functools.partial(jobs.done_by_one_rank, by_all=True), 1, "single", what)
+    assert first == pytest.approx(alone, rel=FLOAT64)
+
+
 @pytest.mark.parametrize("what", list(jobs.LOSSES_OF_OTHER_KINDS))
 def test_a_loss_or_a_weight_that_is_no_real_number_is_refused(what: str) -> None:
     for outcome in testing.run_outcomes(functools.partial(jobs.done_by_one_rank, by_all=True), 2, "dp=2", what):

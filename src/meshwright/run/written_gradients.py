@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.shards.classes import known_facts
 from meshwright.errors import ApplyError
 from meshwright.run.agreement import Saying
 from meshwright.run.gradient_scales import PieceNorms, differ, tolerance_of
@@ -63,6 +64,7 @@ class WrittenGradients:
         """Remember what the script has written so far: a backward is about to add to it."""
         # A rank that holds no gradient, of a model with fewer entries than ranks, takes it that nobody has zeroed.
         has_earlier = self._num_there() if self._engine.gradient_holders() else "backward" in self._done
+        self._done += self._dropped() if has_earlier else self._cleared()
         self.note("backward on earlier gradients" if has_earlier else "backward")
         self._done = self._shortened()
         if self._circle is None or self._circle.is_alone:
@@ -93,13 +95,27 @@ class WrittenGradients:
 
     def _all_done(self) -> list[str]:
         """Return what was done, and whether gradients that were left are gone."""
+        return [*self._done, *self._dropped()]
+
+    def _dropped(self) -> list[str]:
+        """Return in words which gradients that were left are gone."""
         now = self._num_there()
         if now >= self._num_left:
-            return self._done
+            return self._cleared()
         names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
         whole = [names[id(held)] for held in self._engine.gradient_holders() if held.grad is None and id(held) in names]
         gone = f"of {len(whole)} parameters, '{whole[0]}' first" if now and whole else "of some" if now else "all"
-        return [*self._done, f"gradients dropped: {gone}"]
+        return [*self._cleared(), f"gradients dropped: {gone}"]
+
+    def _cleared(self) -> list[str]:
+        """Return in words which parameters' ``.grad`` the script has set to None where ranks have pieces of the gradient.
+
+        A rank without a piece of such a gradient holds nothing that would be missing, and has said so all the same.
+        """
+        found = [name for name, held in self._engine.module.named_parameters() if _is_cleared(held)]
+        if not found:
+            return []
+        return [f"parameter.grad = None of {len(found)}, '{found[0]}' first (digest {digest_text(','.join(found)):x})"]
 
     def _pieces(self) -> list[torch.Tensor]:
         """Return the gradients of which this rank has a piece, whatever the parameter's name."""
@@ -194,3 +210,10 @@ class WrittenGradients:
             f"model.backward(): {shown} (rank {engine.everyone.ranks[0]} first; rule: each rank has a piece of one gradient)",
             fix="change gradients alike on every rank; model.clip_grad_norm(...) clips by the norm of the whole gradient",
         )
+
+
+def _is_cleared(parameter: torch.Tensor) -> bool:
+    facts = known_facts(parameter)
+    if facts is None or facts.gradient_is_elsewhere is None or facts.cleared_in != facts.moment.steps:
+        return False
+    return facts.gradient_is_elsewhere()

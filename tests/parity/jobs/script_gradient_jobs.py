@@ -165,6 +165,12 @@ def done_by_one_rank(plan: str, what: str, *, by_all: bool) -> list[float]:
             losses.append(model.backward(loss, weight=weight))
             if does and what == "zeroed before the step":
                 model.optimizer.zero_grad()
+            if does and what == "one gradient set to None":
+                next(model.module.parameters()).grad = None
+            if does and what == "one set to None, then another backward":
+                next(model.module.parameters()).grad = None
+            if what == "one set to None, then another backward":
+                model.backward(F.mse_loss(model(given[0]), given[1]), weight=weight)
             model.optimizer.step()
             if not (does and what == "not zeroed"):
                 model.zero_grad()
