@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,7 +19,7 @@ from tests.parity.jobs import trainer_fault_jobs as jobs
 import meshwright as mw
 from meshwright import testing
 from meshwright.errors import CheckpointError, StorageError, UserCodeError
-from meshwright.integrations import sealed
+from meshwright.integrations import one_run, sealed
 
 PLANS = ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"]
 
@@ -120,6 +123,39 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
         raise RuntimeError("I/O error: No space left on device (os error 28)")
     with pytest.raises(ValueError, match="of a model"), sealed.written(tmp_path):
         raise ValueError("of a model's own")
+
+
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_folder_in_which_another_run_trains_is_refused(saved: Any, tmp_path: Path, resume: bool | None) -> None:
+    shutil.copytree(saved[0], tmp_path / "run")
+    with one_run.holding(cast("Any", types.SimpleNamespace(rank=0, world_size=1)), arguments(tmp_path / "run")):
+        for outcome in testing.run_outcomes(jobs.train, 2, "dp=2", str(tmp_path / "run"), resume):
+            assert isinstance(outcome.error, mw.DirectoryInUseError)
+        with pytest.raises(mw.DirectoryInUseError):  # a rank that does not save itself goes with the first one
+            run("dp=2", tmp_path / "run", resume, None, {"save_strategy": "no"})
+        run("dp=2", tmp_path / "other", None, {"max_steps": 1})
+    found = run("dp=2", tmp_path / "run", True)[0]
+    assert found["losses"][6] == pytest.approx(saved[1][6], rel=1e-6)
+
+
+def test_a_worker_that_outlives_its_run_does_not_hold_the_folder(tmp_path: Path) -> None:
+    lines = (
+        "import os, types",
+        "from meshwright.integrations import one_run",
+        f"args = types.SimpleNamespace(output_dir={str(tmp_path)!r}, save_strategy='steps')",
+        "one_run.holding(types.SimpleNamespace(rank=0, world_size=1), args).__enter__()",
+        "worker = os.fork()",
+        "if worker == 0: os.read(0, 1); os._exit(0)",
+        "os._exit(0)",
+    )
+    with subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdin=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
+        with one_run.holding(cast("Any", types.SimpleNamespace(rank=0, world_size=1)), arguments(tmp_path)):
+            assert list(tmp_path.iterdir()) == []
+
+
+def arguments(folder: Path) -> types.SimpleNamespace:
+    return types.SimpleNamespace(output_dir=str(folder), save_strategy="steps")
 
 
 def test_weights_that_were_cut_into_shards_afterwards_are_no_damage(tmp_path: Path) -> None:

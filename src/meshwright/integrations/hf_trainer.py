@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
-from meshwright.integrations import decisions, loss_parts, optimizer_file, sealed, share_streams, taken_over
+from meshwright.integrations import decisions, loss_parts, one_run, optimizer_file, sealed, share_streams, taken_over
 from meshwright.integrations.one_process import (
     FirstProcess,
     be_one_process,
@@ -162,8 +162,9 @@ class Trainer(TrainerFiles):
 
         Raises:
             CheckpointError: There is no whole checkpoint to resume from.
+            DirectoryInUseError: Another run trains in `output_dir`.
         """
-        with self._world.calls.during("trainer"), skipping_on_each_rank():
+        with self._world.calls.during("trainer"), skipping_on_each_rank(), one_run.holding(self._world, self.args):
             found = sealed.choose(self._world, self.args.output_dir or "", resume_from_checkpoint)
             return super().train(found, *args, **kwargs)
 
