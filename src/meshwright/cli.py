@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from meshwright.cli_checkpoint import JsonOption, checkpoint
-from meshwright.cli_errors import run_command
+from meshwright.cli_errors import refuse_unwritable, run_command
 from meshwright.cli_plan import OptimizerWord, PrecisionWord, show_plans
 from meshwright.errors import StorageError
 from meshwright.texts import clean
@@ -104,6 +104,8 @@ def compare(
     """Run the same training under several plans and compare them."""
     from meshwright.compare.command import run_comparison
 
+    refuse_unwritable("--json", json_path)
+    refuse_unwritable("--report", report_path)
     raise typer.Exit(run_comparison(config, plans, settings or [], json_path, steps, report_path=report_path))
 
 
@@ -118,6 +120,7 @@ def verify(
     """Prove that a plan computes what one device does; exit 0 only then."""
     from meshwright.compare.verify_config import run_verification
 
+    refuse_unwritable("--json", json_path)
     raise typer.Exit(run_verification(config, plan, steps, json_path, settings or []))
 
 
@@ -221,6 +224,7 @@ def probe(
     from meshwright.measure.probe_listing import save_cluster, show_cluster, show_stage
     from meshwright.train.planning.this_machine import keep_for_runs
 
+    refuse_unwritable("-o", output)
     cluster = probe_cluster(devices, on_stage=show_stage)
     keep_for_runs(cluster)
     print(show_cluster(cluster))

@@ -45,6 +45,27 @@ def run_command(run: Callable[[], object]) -> None:
         sys.exit(exit_code_of(error))
 
 
+def refuse_unwritable(option: str, path: Path | None) -> None:
+    """Raise StorageError where a file of results cannot be written, before the work whose results they are.
+
+    Args:
+        option: The option that names it.
+        path: The file; what is in it stays. None: there is none.
+    """
+    if path is None:
+        return
+    try:
+        was_there = path.exists()
+        with path.open("a"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"{option} {path} cannot be written: {error.strerror}", fix=f"{option} with a file in a folder of your own"
+        ) from error
+
+
 def _is_of_commands(file: str) -> bool:
     """Tell whether a file is of what reads command lines, which says nothing about an error of the user's code."""
     path = Path(file)

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from meshwright import __version__, cli
+from meshwright.cli_errors import refuse_unwritable
 from meshwright.errors import (
     CheckpointError,
     LostPeerError,
@@ -54,6 +55,41 @@ def test_an_error_of_the_users_code_shows_its_own_frames(monkeypatch, capsys):
     assert err.rstrip().endswith("ValueError: the user's own")
     assert "click" not in err
     assert "typer" not in err.replace("typer.Typer", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("probe", "-o", "no/such/folder/x.json"),
+        ("probe", "-o", "."),
+        ("compare", str(EXAMPLE), "--plans", "single", "--json", "no/such/x.json"),
+        ("compare", str(EXAMPLE), "--plans", "single", "--report", "no/such/x.html"),
+        ("verify", str(EXAMPLE), "--plan", "dp=2", "--json", "no/such/x.json"),
+    ],
+)
+def test_a_file_of_results_that_cannot_be_written_is_told_before_the_work(in_tmp, monkeypatch, capsys, arguments):
+    def works(*_args, **_kwargs):
+        raise AssertionError("it has begun")
+
+    for name in (
+        "measure.probe.probe_cluster",
+        "compare.command.run_comparison",
+        "compare.verify_config.run_verification",
+    ):
+        monkeypatch.setattr(f"meshwright.{name}", works)
+    code, _, err = run_main(monkeypatch, capsys, *arguments)
+    assert code == StorageError.exit_code
+    assert "cannot be written" in err
+    assert "fix: " in err
+    assert list(in_tmp.iterdir()) == []
+
+
+def test_a_file_of_results_keeps_what_is_in_it_until_they_are_there(in_tmp):
+    (in_tmp / "x.json").write_text("before")
+    refuse_unwritable("-o", in_tmp / "x.json")
+    refuse_unwritable("-o", in_tmp / "new.json")
+    refuse_unwritable("-o", None)
+    assert [(path.name, path.read_text()) for path in in_tmp.iterdir()] == [("x.json", "before")]
 
 
 def test_version(monkeypatch, capsys):

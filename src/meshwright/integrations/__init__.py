@@ -3,6 +3,7 @@
 hf_trainer   transformers' Trainer under a plan
 trainer_files  what it saves and loads
 sealed       its checkpoints that are known to be whole
+one_run      one run at a time in its folder
 decisions    arguments, callbacks and metrics, by which all ranks go the same way
 fabric       Lightning Fabric's strategy under a plan
 taken_over   models that a later Trainer takes from an earlier one

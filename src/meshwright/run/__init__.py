@@ -4,6 +4,7 @@
 
 applying        apply_plan: a user's model laid over devices
 parallel_model  the model that it returns
+uncopied        refusal of its copies and pickles
 options         checks of what a script passes
 assembly        module, engine and optimizer from the user's arguments
 building/       models built in pages of a file, pretrained weights

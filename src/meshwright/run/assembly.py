@@ -29,6 +29,7 @@ from meshwright.python_state import kept_python_state
 from meshwright.ranks.groups import subgroup
 from meshwright.ranks.world import World
 from meshwright.run.building.paged_build import PagedBuild
+from meshwright.run.options import read_devices
 from meshwright.spec import Plan
 from meshwright.traffic import WHOLE_BELOW_BYTES
 
@@ -142,7 +143,7 @@ def choose_devices(plan: Plan, devices: Sequence[torch.device | str] | None, own
     """Return the devices of this process: its `own`, or the plan's many for the one-process modes."""
     wanted = plan.num_devices if plan.num_ranks == 1 else 1
     if devices is not None:
-        chosen = [torch.device(device) for device in devices]
+        chosen = read_devices(devices)
         if len(chosen) != wanted:
             raise ApplyError(
                 f"the plan '{plan}' takes {wanted} device(s) in this process, and devices= has {len(chosen)}",

@@ -30,9 +30,15 @@ def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
         [rows of all ranks, ...]; `tensor` itself where one rank has the whole batch.
 
     Raises:
-        ConfigError: The tensor has no dims.
+        ConfigError: It is no tensor, or one without dims.
         ApplyError: Ranks have tensors of other shapes or dtypes, or some require gradients and some do not.
     """
+    given: object = tensor
+    if not isinstance(given, torch.Tensor):
+        raise ConfigError(
+            f"gather_batch was given a {type(given).__name__} (rule: one tensor)",
+            fix="call it for each tensor; for a number, torch.tensor([number])",
+        )
     if tensor.dim() == 0:
         raise ConfigError("gather_batch was given a tensor without dims", fix="give it one row for each sample")
     group = model.engine.group

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.nn.modules import loss as losses_of_torch
 
@@ -69,6 +73,56 @@ def check_save(step: Any, keep: Any) -> None:
             "or None)",
             fix="save_checkpoint(model, directory, step=n) with the number of steps taken, an int",
         )
+
+
+def check_directory(call: str, directory: Any) -> Path:
+    """Return the directory of checkpoints that a script has named.
+
+    Args:
+        call: The call, for the message.
+        directory: A text or a path.
+
+    Raises:
+        ConfigError: It is of another kind, or no name of a directory.
+    """
+    try:
+        name = os.fspath(directory)
+    except TypeError:
+        name = None
+    if not isinstance(name, str) or "\0" in name:
+        what = f"{directory!r}, which has a NUL" if isinstance(name, str) else _a(directory)
+        raise ConfigError(
+            f"{call}: the directory is {what} (rule: a text or a path)",
+            fix=f"{call}(model, 'checkpoints') for example, with the text of a path",
+        )
+    return Path(name)
+
+
+def check_step_to_load(step: Any) -> None:
+    """Raise ConfigError for a step that is no whole number."""
+    if step is not None and type(step) is not int:
+        raise ConfigError(
+            f"load_checkpoint: step={step!r} (rule: a whole number, or None for the newest)", fix="leave out step="
+        )
+
+
+def read_devices(devices: Any) -> list[torch.device]:
+    """Return the devices that a script has named.
+
+    Raises:
+        ConfigError: Torch knows no such device.
+    """
+    fix = "devices=['cpu'], or ['cuda:0'] for example; leave it out for the visible GPUs, else the CPU"
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ConfigError(f"devices={devices!r} (rule: a list of devices)", fix=fix)
+    found: list[torch.device] = []
+    for device in devices:
+        try:
+            found.append(torch.device(device))
+        except (RuntimeError, TypeError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            raise ConfigError(f"devices= has {device!r}, which torch takes for no device: {why}", fix=fix) from error
+    return found
 
 
 def _a(value: Any) -> str:

@@ -30,6 +30,7 @@ from meshwright.run.own_loop import OwnLoop
 from meshwright.run.put_back import versioned, with_versions
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
+from meshwright.run.uncopied import Uncopied
 from meshwright.spec import Plan
 from meshwright.trees import tensors_in
 
@@ -46,7 +47,7 @@ def _count_step(model: ParallelModel | None) -> None:
         model.num_steps += 1
 
 
-class ParallelModel:
+class ParallelModel(Uncopied):
     """A model under a plan: it steps, evaluates and gives its state back as if it were on one device.
 
     Made by `apply_plan`. Everything here is called on every rank.
@@ -244,11 +245,7 @@ class ParallelModel:
             return self._own_loop.loss(batch)
 
     def backward(
-        self,
-        loss: torch.Tensor | Loss,
-        *,
-        weight: float | torch.Tensor | None = None,
-        retain_graph: bool = False,
+        self, loss: torch.Tensor | Loss, *, weight: float | torch.Tensor | None = None, retain_graph: bool = False
     ) -> float:
         """Add to the gradients what ``loss.backward()`` adds on one device with the global batch; every rank calls it.
 

@@ -56,7 +56,7 @@ def join_job(
                 return train(config, world, resume=resume)
             finally:
                 end.enter_context(StopSignals())
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if rank_of(error) is None:
             error.add_note(RankNote(f"rank {world.rank} of {world.world_size}", world.rank))
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,17 @@ def folder(tmp_path: Path) -> Path:
         ("checkpoint.on_error=wran", "--set checkpoint.on_error=warn"),
         ("optimizer.lr=nan", "--set optimizer.lr=3e-4"),
         ("optimizer.betas=[1]", "leave out 'optimizer.betas'"),
+        ("optimizer.betas=3", "leave out 'optimizer.betas'"),
+        ("optimizer.name=3", "leave out 'optimizer.name'"),
+        ("optimizer.param_groups=[3]", "leave out 'optimizer.param_groups'"),
+        ("optimizer.param_groups=[{patterns=[]}]", "leave out 'optimizer.param_groups'"),
+        ("train.loss=3", "leave out 'train.loss'"),
+        ("train.directory=3", "leave out 'train.directory'"),
+        ("train.name=3", "--set 'train.name=\"3\"'"),
+        ("train.log=['cvs']", "--set 'train.log=[\"csv\"]'"),
+        ("data.source=7", "--set data.source=python-stdlib"),
+        ("data.eval_fraction=1", "leave out 'data.eval_fraction'"),
+        ("checkpoint.best=1", "leave out 'checkpoint.best'"),
         ("optimizer.betas=[0.9, 1.0]", "--set optimizer.betas=[0.9,0.999]"),
         ("optimizer.momentum=0.9", "leave out optimizer.momentum"),
         ("optimizer.name=adam", "--set optimizer.name=adamw, or one's own as package.module:callable"),
@@ -148,7 +160,7 @@ def test_the_fix_of_a_configuration(folder: Path, wrong: str, fix: str | None) -
     assert caught.value.fix == fix
     key, _, value = wrong.partition("=")
     if (typed := re.match(r"--set (\S+?),? ?(?:or .*)?$", fix)) is not None:
-        setting = typed[1].replace("VALUE", "3")
+        setting = shlex.split(typed[1])[0].replace("VALUE", "3")
         overrides = [setting] if setting.startswith(f"{key}=") else [wrong, setting]
     elif fix.startswith("write 'train.") or fix.startswith("write 'optimizer."):
         overrides = [f"{fix.removeprefix('write ').strip(chr(39))}={value}"]
@@ -157,6 +169,17 @@ def test_the_fix_of_a_configuration(folder: Path, wrong: str, fix: str | None) -
     else:
         overrides = []
     assert load_config(folder / "c.toml", overrides)
+
+
+def test_the_fix_of_a_file_in_another_encoding(folder: Path) -> None:
+    text = "# caf\xe9\n" + (folder / "c.toml").read_text()
+    (folder / "c.toml").write_bytes(text.encode("latin1"))
+    with pytest.raises(ConfigError, match="not UTF-8 text") as caught:
+        load_config(folder / "c.toml")
+    assert str(caught.value.fix).startswith("save c.toml as UTF-8")
+    for encoding in ("utf-8", "utf-8-sig"):
+        (folder / "c.toml").write_text(text, encoding=encoding)
+        assert load_config(folder / "c.toml")
 
 
 def test_missing_keys_are_given_as_they_are_typed(folder: Path) -> None:

@@ -230,6 +230,26 @@ def test_an_exception_of_the_dataset_names_the_index(kwargs):
     assert "dataset[5]" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
+class Stops(Numbers):
+    def __getitem__(self, index):
+        return next(iter([])) if index == 5 else super().__getitem__(index)
+
+
+def stops(samples):
+    return next(iter([])) if samples[0] == 4 else torch.stack(samples)
+
+
+@pytest.mark.parametrize("kwargs", [{"prefetch": 0}, {"prefetch": 2}, {"num_workers": 1}])
+@pytest.mark.parametrize("how", ["dataset", "collate"])
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch(kwargs, how):
+    given = {"collate_fn": stops} if how == "collate" else {}
+    data = Stops(8) if how == "dataset" else Numbers(8)
+    iterator = iter(make_loader(data, fake_model(), global_batch_size=2, shuffle=False, **kwargs, **given))
+    assert [len(next(iterator)), len(next(iterator))] == [2, 2]
+    with pytest.raises(RuntimeError, match="raised StopIteration while a batch was read"):
+        next(iterator)
+
+
 def prefetch_threads():
     return [thread for thread in threading.enumerate() if thread.name == "meshwright-prefetch"]
 

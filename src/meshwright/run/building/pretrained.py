@@ -20,7 +20,16 @@ __all__: list[str] = []
 def with_pretrained(
     build_model: nn.Module | Callable[[], nn.Module], directory: str | os.PathLike[str]
 ) -> nn.Module | Callable[[], nn.Module]:
-    """Return the model with the weights of a directory, or a function that builds one."""
+    """Return the model with the weights of a directory, or a function that builds one.
+
+    Raises:
+        ConfigError: What is named is no path.
+    """
+    given: object = directory
+    if not isinstance(given, str | os.PathLike) or "\0" in str(given):
+        raise ConfigError(
+            f"pretrained={given!r} (rule: a text or a path)", fix="name a directory that save_pretrained wrote"
+        )
     if isinstance(build_model, nn.Module):
         load_pretrained(build_model, directory)
         return build_model

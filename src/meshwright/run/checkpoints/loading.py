@@ -25,6 +25,7 @@ from meshwright.run.checkpoints.optimizer_rows import OptimizerReader, Optimizer
 from meshwright.run.checkpoints.random_streams import begin_streams, set_own_streams, set_streams, source_of
 from meshwright.run.checkpoints.stored_parts import COMPRESSION, MODEL, RANDOM, place_of, stored_name
 from meshwright.run.checkpoints.together import require_between_steps, together
+from meshwright.run.options import check_directory, check_step_to_load
 from meshwright.run.parallel_model import ParallelModel
 from meshwright.trees import distinct_entries
 
@@ -77,10 +78,12 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: There is no sound checkpoint, or its tensors are others than the model's; with a list.
-        ConfigError: `partial` without `with_optimizer=False`.
+        ConfigError: An argument is of another kind, or `partial` comes without `with_optimizer=False`.
         StorageError: A file cannot be read, or the save that was waited for has failed.
     """
-    loaded = load(model, directory, step=step, extra=extra, with_optimizer=with_optimizer, partial=partial)
+    place = check_directory("load_checkpoint", directory)
+    check_step_to_load(step)
+    loaded = load(model, place, step=step, extra=extra, with_optimizer=with_optimizer, partial=partial)
     if model.world.rank == 0:
         for path, reason in loaded.skipped:
             _LOG.warning("%s was skipped: %s", path, reason)

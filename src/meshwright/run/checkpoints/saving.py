@@ -25,7 +25,7 @@ from meshwright.run.checkpoints.live_share import LiveShare, memory_for, no_room
 from meshwright.run.checkpoints.optimizer_rows import merge_groups, merge_state
 from meshwright.run.checkpoints.stored_parts import RankState, collect, place_of, trained_names, writers_of
 from meshwright.run.checkpoints.together import require_between_steps, together
-from meshwright.run.options import check_save
+from meshwright.run.options import check_directory, check_save
 from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
@@ -74,8 +74,9 @@ def save_checkpoint(
         StorageError: The disk is full or fails; the checkpoints of before are intact.
     """
     check_save(step, keep)
+    place = check_directory("save_checkpoint", directory)
     return save(
-        model, directory, step, extra or {}, Retention(keep), with_optimizer=with_optimizer, in_background=in_background
+        model, place, step, extra or {}, Retention(keep), with_optimizer=with_optimizer, in_background=in_background
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import errno
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,14 +90,16 @@ def load_config(
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path, most_bytes=_MOST_BYTES)
+        return read_text(path, most_bytes=_MOST_BYTES).removeprefix("\ufeff")
     except FileNotFoundError:
         near = {found.stem: found for found in path.parent.glob("*.toml")}
         close = difflib.get_close_matches(path.stem, near, n=1)
         fix = f"use {near[close[0]]}" if close else "pass the path of a TOML file"
         raise ConfigError(f"there is no configuration file {path}", fix=fix) from None
     except OSError as error:
-        fix = f"meshwright train {path}/NAME.toml" if path.is_dir() else f"chmod u+r {path}"
+        fixes = {errno.EISDIR: f"meshwright train {path}/NAME.toml", errno.EACCES: f"chmod u+r {path}"}
+        fixes |= {errno.EILSEQ: f"save {path.name} as UTF-8 in an editor, or by iconv"}
+        fix = fixes.get(error.errno or 0, "pass the path of a TOML file")
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}", fix=fix) from None
 
 
@@ -248,18 +251,54 @@ _EXAMPLES: Final[Mapping[str, str]] = {
 
 
 def _value_that_fits(dotted: str, problem: Any) -> str:
-    """Return what to write in the place of a value that its key does not take: a near one, an example, or nothing."""
+    """Return what to write in the place of a value that its key does not take: the first that fits, or nothing."""
+    section, *below = problem["loc"]
+    if not below:
+        return f"write [{dotted}], and its keys below"
+    key = f"{section}.{below[0]}"
+    candidates = _near_values(problem) if len(below) == 1 else []
+    if len(below) == 2 and (words := _words_of(problem)):
+        candidates.append(f'["{closest_word(str(problem.get("input")), words) or words[0]}"]')
+    field = _section_of(section).model_fields.get(str(below[0]))
+    if problem["type"] == "string_type" and field is not None and field.default is None:
+        candidates.append(f'"{problem.get("input")}"')
+    if key in _EXAMPLES:
+        candidates.append(_EXAMPLES[key])
+    fitting = next((text for text in candidates if _fits(section, below[0], _toml_value(text))), None)
+    if fitting is None:
+        return f"leave out '{key}'"
+    return f"--set {key}={fitting}" if '"' not in fitting else f"--set '{key}={fitting}'"
+
+
+def _near_values(problem: Any) -> list[str]:
+    """Return values near to the one that was given, as TOML has them; whether its key takes them is to be seen."""
     limits, value = problem.get("ctx", {}), str(problem.get("input"))
+    found: list[str] = []
     if (limit := limits.get("ge", limits.get("le"))) is not None:
-        return f"--set {dotted}={int(limit) if limit == int(limit) else limit}"
-    if words := re.findall(r"'([^']+)'", str(limits.get("expected", ""))):
-        return f"--set {dotted}={closest_word(value, words) or words[0]}"
-    wants_whole = problem["type"].startswith("int")
-    if re.fullmatch(r"[0-9]+" if wants_whole else r"[0-9]+\.?[0-9]*(e-?[0-9]+)?", value) and not value.startswith("0"):
-        return f"--set {dotted}={value}"
-    if isinstance(problem["loc"][-1], int) or "." not in dotted:
-        return f"leave out '{dotted}'" if "." in dotted else f"write [{dotted}], and its keys below"
-    return f"--set {dotted}={_EXAMPLES[dotted]}" if dotted in _EXAMPLES else f"leave out '{dotted}'"
+        found.append(f"{int(limit) if limit == int(limit) else limit}")
+    if words := _words_of(problem):
+        found.append(closest_word(value, words) or words[0])
+    if re.fullmatch(r"[0-9]+\.?[0-9]*(e-?[0-9]+)?", value) and not value.startswith("0"):
+        found.append(value)
+    return found
+
+
+def _words_of(problem: Any) -> list[str]:
+    return re.findall(r"'([^']+)'", str(problem.get("ctx", {}).get("expected", "")))
+
+
+def _section_of(section: Any) -> type[BaseModel]:
+    kind = TrainConfig.model_fields[section].annotation if section in TrainConfig.model_fields else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else BaseModel
+
+
+def _fits(section: Any, key: Any, value: Any) -> bool:
+    """Tell whether a key takes a value; others of its section may be missing."""
+    try:
+        _section_of(section).model_validate({key: value})
+    except pydantic.ValidationError as error:
+        return all(problem["loc"][:1] != (key,) for problem in error.errors(include_url=False))
+    return True
 
 
 def _known_keys(location: Iterable[Any], *, switches: bool = True) -> list[str]:

@@ -92,9 +92,15 @@ class SampleReader(Dataset[Any]):
             return None
         # Unseeded samples continue with the generators as they are: if restored, each batch would draw the same.
         with isolated_rng() if self.seeds_samples else contextlib.nullcontext():
-            samples = [self._sample(index) for index in indices]
-            tells = self.tells_draws and start == 0 and self.key[1] == 0  # the first share of all
-            return seeded_collate(self.collate, samples, mix(*self.key, OF_COLLATE, start), tells=tells)
+            try:
+                samples = [self._sample(index) for index in indices]
+                tells = self.tells_draws and start == 0 and self.key[1] == 0  # the first share of all
+                return seeded_collate(self.collate, samples, mix(*self.key, OF_COLLATE, start), tells=tells)
+            except StopIteration as error:  # the batches would seem to end here; as in a generator (PEP 479)
+                name = type(self.dataset).__name__
+                raise RuntimeError(
+                    f"the dataset {name}, or collate, raised StopIteration while a batch was read"
+                ) from error
 
     def _sample(self, index: int) -> Any:
         if self.seeds_samples:
