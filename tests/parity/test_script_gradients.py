@@ -107,7 +107,9 @@ def test_what_one_rank_alone_does_to_gradients_or_the_mode_is_refused(plan: str,
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1", "tp=2"])
-@pytest.mark.parametrize("what", ["one gradient set to None", "one set to None, then another backward"])
+@pytest.mark.parametrize(
+    "what", ["one gradient set to None", "one gradient deleted", "one set to None, then another backward"]
+)
 def test_a_gradient_that_one_rank_alone_sets_to_none_is_refused(plan: str, what: str) -> None:
     for outcome in testing.run_outcomes(functools.partial(jobs.done_by_one_rank, by_all=False), 2, plan, what):
         assert isinstance(outcome.error, mw.ApplyError)
@@ -116,6 +118,16 @@ def test_a_gradient_that_one_rank_alone_sets_to_none_is_refused(plan: str, what:
     assert first == second
     (alone,) = testing.run_ranks(functools.partial(jobs.done_by_one_rank, by_all=True), 1, "single", what)
     assert first == pytest.approx(alone, rel=FLOAT64)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3,whole_below=1", "tp=2"])
+def test_a_scaler_of_the_gradient_is_refused_with_what_to_do_instead(plan: str) -> None:
+    for outcome in testing.run_outcomes(jobs.scaled_by_torch, 2, plan):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert str(outcome.error.fix).startswith("leave torch.amp.GradScaler out")
+    first, second = testing.run_ranks(jobs.scaled_by_torch, 2, "dp=2")  # as the fix says
+    (alone,) = testing.run_ranks(jobs.scaled_by_torch, 1, "single")
+    assert first == second == pytest.approx(alone, rel=FLOAT64)
 
 
 @pytest.mark.parametrize("what", list(jobs.LOSSES_OF_OTHER_KINDS))

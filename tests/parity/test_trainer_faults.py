@@ -154,6 +154,20 @@ def test_a_worker_that_outlives_its_run_does_not_hold_the_folder(tmp_path: Path)
             assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=3,whole_below=1", "tp=2"])
+def test_fixes_name_what_the_user_of_a_trainer_has(tmp_path: Path, plan: str) -> None:
+    for outcome in testing.run_outcomes(jobs.read_in_a_callback, 2, plan, str(tmp_path), "plain"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "with trainer.parallel.whole_parameters():" in str(outcome.error.fix)
+    whole = testing.run_ranks(jobs.read_in_a_callback, 2, plan, str(tmp_path), "whole")
+    (alone,) = testing.run_ranks(jobs.read_in_a_callback, 1, "dp=1", str(tmp_path), "whole")
+    assert whole[0] == whole[1] == pytest.approx(alone, rel=1e-5)
+    for outcome in testing.run_outcomes(jobs.read_in_a_callback, 2, plan, str(tmp_path), "clips"):
+        fix = str(getattr(outcome.error, "fix", ""))
+        assert "trainer.parallel.full_gradients()" in fix
+        assert "max_grad_norm= of TrainingArguments clips" in fix
+
+
 def arguments(folder: Path) -> types.SimpleNamespace:
     return types.SimpleNamespace(output_dir=str(folder), save_strategy="steps")
 

@@ -19,6 +19,7 @@ from meshwright.apply.norm import values_of
 from meshwright.describe.batches import count_samples, split_samples
 from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
 from meshwright.integrations import share_streams
+from meshwright.integrations.planned import speak_as
 from meshwright.integrations.refusals import refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
 from meshwright.ranks.join import join_world
@@ -95,6 +96,7 @@ class PlanStrategy(SingleDeviceStrategy):
             given = optimizers[0] if optimizers else None
             # Draws are those of one process' loop, in which Fabric itself draws by torch's generators.
             parallel = apply_plan(module, self.plan, optimizer=given, seed=self._seed, rng="torch")
+        speak_as(parallel, "fabric.strategy.parallel", "fabric.clip_gradients(model, optimizer, max_norm=...)")
         # Models that draw in forwards of one number draw apart.
         forward = _Forward(parallel, self._world.device, self._seed + 1_000_003 * len(self._models))
         self._models.append(parallel)

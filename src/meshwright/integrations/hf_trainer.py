@@ -20,7 +20,7 @@ from meshwright.integrations.one_process import (
     seed_workers_alike,
     skipping_on_each_rank,
 )
-from meshwright.integrations.planned import PlannedModule, bare, count_samples, num_parameters, tied_names
+from meshwright.integrations.planned import PlannedModule, bare, count_samples, num_parameters, speak_as, tied_names
 from meshwright.integrations.refusals import finite, refuse_arguments, refuse_generation, refuse_model, refuse_plan
 from meshwright.integrations.same_batches import find_other_batches
 from meshwright.integrations.trainer_files import TrainerFiles
@@ -139,6 +139,7 @@ class Trainer(TrainerFiles):
         with share_streams.kept(self._world.device):
             # Draws are those of one process' loop, in which transformers itself draws by torch's generators.
             self.parallel = apply_plan(module, self.plan, optimizer=optimizer, seed=self.args.seed, rng="torch")
+        speak_as(self.parallel, "trainer.parallel", "max_grad_norm= of TrainingArguments")
         # As accelerate does, so that a loss outside of the model is computed in float32.
         self._planned = PlannedModule(self.parallel, convert_to_fp32 if self.plan.precision == "bf16" else None)
         self._loss_kind = None

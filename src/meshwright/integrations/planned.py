@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.apply.shards.facts import CLIPS
 from meshwright.errors import ApplyError
 from meshwright.run.parallel_model import ParallelModel
 
@@ -50,6 +51,18 @@ class PlannedModule:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["parallel"].module, name)
+
+
+def speak_as(parallel: ParallelModel, name: str, clips: str) -> None:
+    """Have fixes of errors name the model under the plan, and what clips, as the user of a loop reaches them.
+
+    Args:
+        parallel: What `apply_plan` returned.
+        name: An expression for it, `trainer.parallel` for example.
+        clips: What clips the gradient there.
+    """
+    words = parallel.engine.switch.moment.in_words_of
+    words |= {CLIPS: f"{clips} clips", "max_grad_norm= of apply_plan": clips, "model.": f"{name}."}
 
 
 def count_samples(parallel: ParallelModel, batch: Any) -> int:

@@ -167,6 +167,8 @@ def done_by_one_rank(plan: str, what: str, *, by_all: bool) -> list[float]:
                 model.optimizer.zero_grad()
             if does and what == "one gradient set to None":
                 next(model.module.parameters()).grad = None
+            if does and what == "one gradient deleted":
+                del next(model.module.parameters()).grad
             if does and what == "one set to None, then another backward":
                 next(model.module.parameters()).grad = None
             if what == "one set to None, then another backward":
@@ -175,6 +177,17 @@ def done_by_one_rank(plan: str, what: str, *, by_all: bool) -> list[float]:
             if not (does and what == "not zeroed"):
                 model.zero_grad()
         return losses
+
+
+def scaled_by_torch(plan: str) -> float:
+    """Scale and unscale the gradient by torch's GradScaler; return a weight after one step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with mw.apply_plan(build, plan, optimizer=Sgd) as model:
+        inputs, targets = mw.split_batch(batch(0), model)
+        model.backward(scaler.scale(F.mse_loss(model(inputs), targets)), weight=len(inputs))
+        scaler.unscale_(model.optimizer)
+        scaler.step(model.optimizer)
+        return float(next(iter(model.full_state_dict().values())).flatten()[0])
 
 
 LOSSES_OF_OTHER_KINDS: dict[str, Any] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from tests.parity.jobs import trainer_jobs
 from tests.parity.jobs.trainer_jobs import Found
@@ -28,6 +30,41 @@ class Asks(transformers.TrainerCallback):
         if self.flag == "raise":
             raise ValueError("the callback's own")
         setattr(control, self.flag, True)
+
+
+class Reads(transformers.TrainerCallback):
+    """Reads a whole parameter at the end of each step, as a script does that knows of no plan, or by the fix of its error."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.found: list[float] = []
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        weight = next(model.parameters())
+        with self.trainer.parallel.whole_parameters() if self.how == "whole" else contextlib.nullcontext():
+            if self.how in ("plain", "whole"):
+                self.found.append(float(weight.detach().norm()))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        if self.how == "clips":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def read_in_a_callback(plan: str, directory: str, how: str) -> list[float]:
+    """Train three steps with such a callback; return what it has read."""
+    from meshwright.integrations.hf_trainer import Trainer
+
+    reads = Reads(how)
+    args = trainer_jobs.arguments(directory, save_strategy="no", eval_strategy="no", max_steps=3)
+    trainer = Trainer(
+        trainer_jobs.build("regression"), args, train_dataset=trainer_jobs.Points(), plan=plan, callbacks=[reads]
+    )
+    reads.trainer = trainer
+    trainer.train()
+    assert trainer.parallel is not None
+    trainer.parallel.close()
+    return reads.found
 
 
 def train(

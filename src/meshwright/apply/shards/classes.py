@@ -107,7 +107,7 @@ def whole_class(plain: type[Tensor]) -> type[Tensor]:
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
         "detach": _detach_whole,
-        "grad": property(read_gradient, write_gradient),
+        "grad": property(read_gradient, write_gradient, lambda tensor: write_gradient(tensor, None)),
         "__deepcopy__": _copy_as_plain,
         "__reduce_ex__": _pickle_as_plain,
         "__torch_function__": nn.Parameter.__torch_function__,  # what is computed of one is plain; of a buffer, too

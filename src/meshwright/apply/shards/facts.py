@@ -13,14 +13,17 @@ from meshwright.errors import ApplyError
 __all__: list[str] = []
 
 READ_WHOLE = "read it inside `with model.whole_parameters():`, which every rank enters"
-READ_GRADIENT = (
-    "call model.full_gradients() on every rank after the step; its norm is StepResult.grad_norm, and max_grad_norm= of "
-    "apply_plan clips, or model.clip_grad_norm(max_norm) in an own loop"
-)
+CLIPS = "its norm is StepResult.grad_norm; max_grad_norm= of apply_plan clips, or model.clip_grad_norm(max_norm) in an own loop"
+READ_GRADIENT = f"call model.full_gradients() on every rank after the step; {CLIPS}"
 LINEAR_HOOK = (
     "in a hook, scale the gradient or set parts of it to zero; max_grad_norm= of apply_plan clips the whole gradient, and "
     "model.full_gradients() gives it after the step"
 )
+_NO_SCALER = (
+    "leave torch.amp.GradScaler out: precision=bf16 in the plan, or torch.autocast in bfloat16, needs no scaled loss; float16 "
+    "with a scaler runs under plain dp"
+)
+_SCALERS = ("_amp_foreach_non_finite_check_and_unscale_",)
 _IN_STEP = (
     "compute it inside of a layer, which runs whole where shards do not do; put a penalty into the optimizer (weight_decay); "
     "or use a plan without {axis}"
@@ -36,6 +39,8 @@ class RunMoment:
         """The user code that runs: between steps, in a forward or loss, or in a hook around the optimizer's step."""
         self.steps = 0
         """Steps that have begun, and backwards of an own loop [count]."""
+        self.in_words_of: dict[str, str] = {}
+        """How whoever has made the model calls what a fix names: a Trainer's user has no `model` of this library."""
         self.has_own_gradients = False
         """Whether an own loop has run a backward: gradients then live on until the script drops them."""
 
@@ -117,6 +122,10 @@ class ShardFacts:
             fix = _IN_STEP.format(axis=self.axis)
         else:
             fix = self.write if writes else self.read
+        if what.startswith(_SCALERS):
+            fix = _NO_SCALER
+        for ours, theirs in self.moment.in_words_of.items():
+            fix = fix.replace(ours, theirs)
         kind = "is not a linear function" if self.values == "share" and not self.is_cut else "needs the whole tensor"
         raise ApplyError(
             f"{what} of {self.name} {kind}: under the plan '{self.moment.plan}' {self.held}",
