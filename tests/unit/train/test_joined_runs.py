@@ -44,6 +44,20 @@ def test_a_joined_rank_says_in_which_step_and_phase_it_failed(monkeypatch, capsy
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_in_a_joined_ranks_code_names_the_rank(monkeypatch, capsys, rank):
+    be_rank(monkeypatch, rank, 2)
+
+    def train(_config, _world, *, resume):
+        raise KeyboardInterrupt
+
+    world = SimpleNamespace(rank=rank, world_size=2, watch=None, sharing_failures=contextlib.nullcontext)
+    monkeypatch.setattr(join, "join_world", lambda **_: world)
+    monkeypatch.setattr(session, "train", train)
+    assert launcher.run_training(load_config(EXAMPLE)) == 130
+    assert f"rank={rank} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_joined_rank_that_has_failed_reports_though_the_agent_ends_it(monkeypatch, capsys, rank):
     be_rank(monkeypatch, rank, 2)
 
