@@ -212,7 +212,16 @@ def test_a_method_of_a_class_that_no_module_has_does_not_ask() -> None:
     refuse_class_identity(module, [], mw.Plan(tp=2))
 
 
-@pytest.mark.parametrize("kind", [Detecting, Making, Holding, Taking, Wrapping, Closing])
+def test_a_method_of_the_model_asks_once_it_is_called() -> None:
+    module = Detecting()
+    refuse_class_identity(module, [], mw.Plan(tp=2))
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    for one in (module, copied):
+        with pytest.raises(mw.ApplyError, match=r"Detecting\.predict.*tp=2"):
+            one(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", [Making, Holding, Taking, Wrapping, Closing])
 def test_a_method_of_a_class_that_is_used_asks(kind: type[nn.Module]) -> None:
     module = kind()
     module.add_module("block", Block(2, 2))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import importlib.util
 import inspect
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -32,7 +33,7 @@ _SILENT = frozenset({"CACHE", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME", "KW_NA
 
 
 def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Plan) -> None:
-    """Raise ApplyError where a forward, a hook or a loss compares a module's class by `is`.
+    """Raise ApplyError where a forward, a hook or a loss compares a module's class by `is`; other methods raise it once called.
 
     Args:
         module: The model.
@@ -51,11 +52,36 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
             (line for code in _codes_of(function.__code__) for line in _asking_lines(code, function, kinds)), None
         )
         if line is not None and not _is_of_unused_classes(function, module, outside, names):
-            raise ApplyError(
+            text = (
                 f"'{function.__qualname__}' ({function.__code__.co_filename}:{line}) asks by `is` which class an object has; "
-                f"the plan '{plan}' gives modules a subclass of their class, which is equal to it but not the same object",
-                fix="compare the classes by `==`, or use isinstance",
+                f"the plan '{plan}' gives modules a subclass of their class, which is equal to it but not the same object"
             )
+            if not _is_guarded(function, module, outside, text):
+                raise _refusal(text)
+
+
+def _is_guarded(function: types.FunctionType, module: nn.Module, outside: Outside, text: str) -> bool:
+    """Have a method that only its module's own name leads to raise where it is called, and tell whether that can be.
+
+    A detector's class has methods for predictions, which a step does not call.
+    """
+    owners, name = outside.classes_of(function), function.__name__
+    if len(owners) != 1 or name == "forward" or name.startswith("__") or vars(owners[0]).get(name) is not function:
+        return False
+    holders = [child for child in module.modules() if isinstance(child, owners[0])]
+    if not holders or any(getattr(type(child), name) is not function for child in holders):
+        return False
+    for child in holders:
+        vars(child)[name] = functools.partial(_refuse_call, text)
+    return True
+
+
+def _refuse_call(text: str, *_: Any, **__: Any) -> NoReturn:
+    raise _refusal(text)
+
+
+def _refusal(text: str) -> ApplyError:
+    return ApplyError(text, fix="compare the classes by `==`, or use isinstance")
 
 
 def _is_of_unused_classes(function: types.FunctionType, module: nn.Module, outside: Outside, names: set[str]) -> bool:
