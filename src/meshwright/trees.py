@@ -45,7 +45,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any], *, by_sample
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Mapping):
         values = {key: map_tensors(value, function, by_sample=by_sample) for key, value in tree.items()}
-        return tree if all(values[key] is tree[key] for key in values) else _like_mapping(tree, values)
+        return tree if all(values[key] is tree[key] for key in values) else like_mapping(tree, values)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         # From where they lie: a class may refuse to be asked (a configuration whose layers differ in a field).
         own = getattr(tree, "__dict__", {})
@@ -66,7 +66,8 @@ def _map_packed(packed: PackedSequence, function: Callable[[torch.Tensor], Any],
     return PackedSequence(function(packed.data), packed.batch_sizes, *indices)  # torch keeps batch_sizes on the CPU
 
 
-def _like_mapping(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def like_mapping(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping of the example's class with these entries."""
     # A ModelOutput-like class is a mapping and takes its entries as keywords; a dict takes them as one argument.
     if dataclasses.is_dataclass(example):
         return type(example)(**values)

@@ -74,6 +74,7 @@ from tests.parity.jobs.never_wrong_pipeline_states import (
 from tests.parity.jobs.never_wrong_pipeline_told import (
     BehindThreshold,
     CountedSizes,
+    GivesBack,
     RegisteredReads,
     SetsGlobal,
     SetsNumber,
@@ -316,6 +317,7 @@ SCRIPTS: dict[str, Script] = {
     "counted_sizes": Script(CountedSizes, evaluates=(1,)),
     "sized_results": Script(SizedResults, evaluates=(1,)),
     "sized_grid": Script(SizedGrid, evaluates=(1,)),
+    "gives_back": Script(GivesBack, evaluates=(1,)),
     "tells_numbers": Script(TellsNumbers, evaluates=(1,)),
     "behind_threshold": Script(BehindThreshold, evaluates=(1,), steps=4),
     "sized_last": Script(SizedLast),

@@ -157,9 +157,14 @@ class Known:
         return decoder.decode(self.results)
 
 
-def encode_results(results: Any) -> Known:
-    """Return the record of a call that wrote nothing, with these results."""
-    return Known(Encoder({}, {}).results(results))
+def encode_results(results: Any, places: Sequence[tuple[Path, Any]] = ()) -> Known:
+    """Return the record of a call that wrote nothing, with these results.
+
+    Args:
+        results: What it returned.
+        places: Containers among its arguments, by path: one that it gives back is named; else its contents stand there.
+    """
+    return Known(Encoder({}, {id(place): path for path, place in places}).results(results))
 
 
 class _Decoder:

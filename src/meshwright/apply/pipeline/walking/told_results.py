@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.pipeline.tracing.functions import RANDOM
 from meshwright.apply.pipeline.tracing.reads import looks_at_values
-from meshwright.apply.pipeline.tracing.scene import Path
+from meshwright.apply.pipeline.tracing.scene import DEEP, Path, places_of_call
 from meshwright.apply.pipeline.walking.plain_facts import facts_in
 from meshwright.apply.pipeline.walking.remembered import Known, encode_results
 from meshwright.apply.pipeline.walking.shapes import Shapes, make_twins
@@ -33,6 +33,8 @@ class _SeenCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: Known
+    by_name: Known
+    """The same, where a container that it was given is named."""
     changes: bool
     """Whether it has changed anything beside its results, so that it does not begin again as it did."""
 
@@ -71,7 +73,8 @@ class Lookers:
     ) -> None:
         """Take note of a layer's call, its results, and what it changed beside them."""
         if unit in self.units:
-            self._seen.append(_SeenCall(unit, layer, args, kwargs, encode_results(outputs), bool(changes)))
+            by_name = encode_results(outputs, places_of_call(args, kwargs, depth=DEEP))
+            self._seen.append(_SeenCall(unit, layer, args, kwargs, encode_results(outputs), by_name, bool(changes)))
 
     def judge(self, module: nn.Module, judged: Judged) -> set[str]:
         """Return the layers of whose results other stages have to be told.
@@ -85,7 +88,7 @@ class Lookers:
             shapes = Shapes(make_twins(module, [call.unit for call in fresh]), (), ())
             for call in fresh:
                 guesses, changed, outside = shapes.guesses(call.unit, call.layer, call.args, call.kwargs)
-                differ = any(not _alike(guess.results, call.results.results) for guess in guesses)
+                differ = any(not _alike(guess.results, call.by_name.results) for guess in guesses)
                 judged.told[call.unit] = judged.told.get(call.unit, False) or (differ and not call.changes)
                 judged.changes.setdefault(call.unit, set()).update(changed)
                 judged.outside.setdefault(call.unit, {}).update(outside)

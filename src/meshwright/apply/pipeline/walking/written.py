@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from meshwright.apply.pipeline.tracing.scene import Effect, Path, fields_of, places_in, tensors_below, tensors_of_call
 from meshwright.errors import ApplyError
-from meshwright.trees import LEAVES, map_tensors
+from meshwright.trees import LEAVES, like_mapping, map_tensors
 
 __all__: list[str] = []
 
@@ -104,6 +105,11 @@ class _Results:
             return item
         if type(item) in (tuple, list):
             return type(item)([self.map(part, depth - 1) for part in item])
+        if isinstance(item, tuple) and hasattr(item, "_fields") and not isinstance(item, PackedSequence):
+            return type(item)(*[self.map(part, depth - 1) for part in item])
+        if isinstance(item, Mapping):
+            values = {key: self.map(part, depth - 1) for key, part in item.items()}
+            return item if all(values[key] is item[key] for key in values) else like_mapping(item, values)
         attributes = None if isinstance(item, (list, tuple, dict)) else fields_of(item)
         if attributes is None or dataclasses.is_dataclass(item):
             return (
