@@ -165,6 +165,20 @@ def test_a_forward_assigns_to_its_parameters(plan: str) -> None:
         equal(found, expected)
 
 
+@pytest.mark.parametrize("way", ["assigned", "in_place"])
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", ZERO3, "tp=2", "pp=2"])
+def test_a_forward_that_begins_to_write_later(plan: str, way: str) -> None:
+    """Equal, or refused where the values that a call sees are put together for it alone; they were lost without a word."""
+    build = functools.partial(assigning.build_late, way)
+    expected = jobs.plain(build, num_steps=5)
+    for outcome in testing.run_outcomes(functools.partial(jobs.planned, build, plan, num_steps=5), 2):
+        if plan == ZERO3 or (plan, way) == ("tp=2", "assigned"):
+            assert isinstance(outcome.error, mw.ApplyError)
+            assert "the write would be lost" in str(outcome.error) or "was written over" in str(outcome.error)
+        else:  # a clamp of shards is that of the whole
+            equal(outcome.result, expected)
+
+
 @pytest.mark.parametrize("plan", ["dp=2,micro_batches=2", "dp=2,zero=1,micro_batches=2", "pp=2,micro_batches=2"])
 def test_a_parameter_that_each_micro_batch_moves_is_told(plan: str) -> None:
     for reasons in testing.run_ranks(assigning.reasons_of, 2, plan):

@@ -55,3 +55,34 @@ def reasons_of(plan: str) -> list[str]:
         for batch in batches(2, 8):
             model.step(mw.split_batch(batch, model))
         return list(model.plan.reasons)
+
+
+class _Late(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.line, self.way, self.calls = nn.Linear(6, 6), way, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls > 2:
+            weight = self.line.weight
+            if self.way == "assigned":
+                weight.data = weight.data.clamp(-0.2, 0.2)
+            else:
+                weight.data.clamp_(-0.2, 0.2)
+        return self.line(x)
+
+
+class LateConstraint(nn.Module):
+    """A layer that begins to set its weight in the third call, through a variable."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), _Late(way), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def build_late(way: str) -> nn.Module:
+    return LateConstraint(way).double()

@@ -35,6 +35,7 @@ from meshwright.apply.data.requests import agree_on_unit, spare_bytes
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.modules.transforms import BESIDE_ZERO_3, derivatives_refused, refusal
+from meshwright.apply.state.assigned import names_data
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
@@ -65,7 +66,7 @@ class Gathering(OwnGathering):
         sharding: Sharding,
     ) -> None:
         self._reduce_bytes, self._ready_bytes = sharding.reduce_bytes, 0
-        self._module = module
+        self._module, self._names_data = module, names_data(module)
         self._units = list(units)
         self._group = group
         self._prefetches = sharding.prefetches and not group.shares_memory_of(device)
@@ -219,11 +220,7 @@ class Gathering(OwnGathering):
         self._note_need(index)
         if self._units[index].is_whole:
             return
-        with (
-            without_transforms(),
-            without_dispatch_modes(),
-            without_function_modes(),
-        ):  # these reads are not the model's
+        with without_transforms(), without_dispatch_modes(), without_function_modes():  # these reads are not a model's
             self._sum_what_is_ready()
             while not self._units[index].is_whole and self._place < len(self._order):
                 self._run_next()
@@ -315,7 +312,7 @@ class Gathering(OwnGathering):
         unit = self._units[index]
         if unit.is_gathered and unit.flat is not None and not self._everything_whole:
             del self._at_address[unit.flat.data_ptr()]
-            written = unit.written_name(by_value=self._is_learning)
+            written = unit.written_name(by_value=self._is_learning or self._names_data)
             unit.release()
             if written is not None:
                 raise ApplyError(

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from meshwright.apply.state.outside import Outside, names_of
+
 __all__: list[str] = []
 
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -31,6 +33,12 @@ def assigned_parameters(module: nn.Module) -> set[int]:
             if parameter is not None:
                 found.add(id(parameter))
     return found
+
+
+def names_data(module: nn.Module) -> bool:
+    """Tell whether code that a module's forward reaches names `.data`, through which torch counts no write."""
+    functions = (function for function in Outside.of(module).functions if "init" not in function.__name__)
+    return any("data" in names_of(function.__code__) for function in functions)
 
 
 def _chains_of(kind: type) -> Iterator[tuple[str, ...]]:

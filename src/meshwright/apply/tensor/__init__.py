@@ -15,6 +15,7 @@ part               ways to run a call of a part
 region_state       a rank's state while a cut model runs
 slices             a tensor in slices over ranks that acts as a whole one
 whole              a part run as on one device, with gathered parameters
+lost_writes        writes into parameters that are put together for one call, refused
 sizes              sizes of the full model translated to the shard's
 attention          nn.MultiheadAttention with some of its heads
 masks              random states for dropout of shards and of copies

@@ -20,6 +20,7 @@ from meshwright.apply.modules.forwards import users_class, with_forward
 from meshwright.apply.recompute.checkpointing import with_repeated_forward
 from meshwright.apply.shards.switch import Entry, ShardSwitch
 from meshwright.apply.tensor.inspection import compare_runs
+from meshwright.apply.tensor.lost_writes import LostWrites
 from meshwright.apply.tensor.masks import Mask
 from meshwright.apply.tensor.region_state import RunningChain, RunningRegion
 from meshwright.apply.tensor.roles import change_stream
@@ -216,6 +217,7 @@ class Part:
         kept = [(owner, key, getattr(owner, key)) for owner, key, _ in own]
         before = [region.is_whole for region in self._regions]
         values = self._values()
+        writes = LostWrites(self.module, values, is_first=False)
         try:
             for owner, key, full in own:
                 setattr(owner, key, full)
@@ -228,6 +230,7 @@ class Part:
                 cached_weights_of("whole"),
             ):
                 yield
+                writes.refuse(self.name)
             self._refuse_lost_hooks(values)
         finally:
             for region, was in zip(self._regions, before, strict=True):

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import without_function_modes
+from meshwright.apply.tensor.lost_writes import LostWrites
 from meshwright.apply.tensor.region_state import RunningRegion
 from meshwright.apply.tensor.whole import gather_parameter, replaced_tensors
-from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -39,17 +38,11 @@ def stored_forward(original: Callable[..., Any], running: RunningRegion) -> Call
                 shape[cut.dim] = sum(cut.groups)
                 layouts = [cut.layout(tuple(shape), own.num_units, len(ranks), rank) for rank in ranks]
                 values[name] = gather_parameter(part, layouts, running.group)
-            # Writes through `.data` are not counted; who makes them makes them in the first call, too.
-            before = None if id(self) in seen else {name: value.detach().clone() for name, value in values.items()}
-        versions = {name: _version(value) for name, value in values.items()}
+        writes = LostWrites(self, values, is_first=id(self) not in seen)
         parts = {id(self.get_parameter(name)): value for name, value in values.items()}
         with replaced_tensors(self, values), _replaced_in_lists(self, parts):
             outputs = original(self, *args, **kwargs)
-            held = {name: _held(self, name) for name in values}
-        for name, value in values.items():
-            is_written = held[name] is not value or _version(value) != versions[name]
-            if is_written or (before is not None and not _is_same(value, before[name])):
-                _refuse_write(".".join(path for path in (running.region.scope, name) if path))
+            writes.refuse(running.region.scope)
         seen.add(id(self))
         return outputs
 
@@ -65,28 +58,6 @@ def forget_graphs(module: nn.Module) -> None:
         for key, value in vars(child).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 vars(child)[key] = value.detach()
-
-
-def _held(module: nn.Module, name: str) -> Any:
-    path, _, own = name.rpartition(".")
-    return module.get_submodule(path)._parameters.get(own)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_same(value: Tensor, before: Tensor) -> bool:
-    with torch.no_grad(), without_function_modes():
-        return bool(((value == before) | before.isnan()).all())
-
-
-def _refuse_write(name: str) -> None:
-    raise ApplyError(
-        f"the forward writes into '{name}', of which each rank keeps a part that is put together for the call alone: "
-        "the write would be lost",
-        fix=f"layouts={{'{name}': 'whole'}} in the plan",
-    )
 
 
 @contextlib.contextmanager
