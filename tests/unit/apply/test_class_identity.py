@@ -212,16 +212,34 @@ def test_a_method_of_a_class_that_no_module_has_does_not_ask() -> None:
     refuse_class_identity(module, [], mw.Plan(tp=2))
 
 
-def test_a_method_of_the_model_asks_once_it_is_called() -> None:
-    module = Detecting()
+class Augmenting(nn.Module):
+    """Asks in a method that only another method than forward calls, for some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.predict(x)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self.augment(x) if len(x) > 1 else x
+
+    def augment(self, x: Tensor) -> Tensor:
+        return x + 1 if type(self.block) is Block else x
+
+
+def test_a_method_that_no_forward_names_asks_once_it_is_called() -> None:
+    module = Augmenting()
     refuse_class_identity(module, [], mw.Plan(tp=2))
+    assert module(torch.ones(1)) == 1
     copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
     for one in (module, copied):
-        with pytest.raises(mw.ApplyError, match=r"Detecting\.predict.*tp=2"):
+        with pytest.raises(mw.ApplyError, match=r"Augmenting\.augment.*tp=2"):
             one(torch.ones(2))
 
 
-@pytest.mark.parametrize("kind", [Making, Holding, Taking, Wrapping, Closing])
+@pytest.mark.parametrize("kind", [Detecting, Making, Holding, Taking, Wrapping, Closing])
 def test_a_method_of_a_class_that_is_used_asks(kind: type[nn.Module]) -> None:
     module = kind()
     module.add_module("block", Block(2, 2))

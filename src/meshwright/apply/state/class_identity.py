@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from meshwright.apply.state.outside import Outside
+from meshwright.apply.state.outside import Outside, names_of
 from meshwright.apply.state.plain_objects import independent
 from meshwright.apply.state.reached_code import names_read
 from meshwright.errors import ApplyError
@@ -61,7 +61,7 @@ def refuse_class_identity(module: nn.Module, functions: Sequence[Any], plan: Pla
 
 
 def _is_guarded(function: types.FunctionType, module: nn.Module, outside: Outside, text: str) -> bool:
-    """Have a method that only its module's own name leads to raise where it is called, and tell whether that can be.
+    """Have a method that no forward names itself raise where it is called, and tell whether that can be.
 
     A detector's class has methods for predictions, which a step does not call.
     """
@@ -71,6 +71,9 @@ def _is_guarded(function: types.FunctionType, module: nn.Module, outside: Outsid
     holders = [child for child in module.modules() if isinstance(child, owners[0])]
     if not holders or any(getattr(type(child), name) is not function for child in holders):
         return False
+    forwards = (inspect.unwrap(type(child).forward) for child in module.modules())
+    if any(name in names_of(own.__code__) for own in forwards if isinstance(own, types.FunctionType)):
+        return False  # each step may well call it
     for child in holders:
         vars(child)[name] = functools.partial(_refuse_call, text)
     return True
