@@ -148,7 +148,7 @@ class ModelGuard:
 
     def find_change(self) -> ApplyError | None:
         """Return the error that names a changed part of the module, else None; values that lie elsewhere are taken back."""
-        self.take_back()
+        now = self.take_back()
         for own, name in self._followed:
             if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
                 return compiled_error(name, "this plan exchanges tensors between the calls of its layers")
@@ -164,7 +164,7 @@ class ModelGuard:
                     "each rank or micro-batch sees a part of them",
                     fix="leave it as it was, or use a plan that leaves the batch whole (dp=1, micro_batches=1)",
                 )
-        if self._places is not None and self._places != (now := self._read_places()):
+        if self._places is not None and self._places != now:
             moved = [name for name, new, old in zip(self._names, now, self._places, strict=True) if new != old]
             return ApplyError(
                 f"the values of {len(moved)} parameter(s), '{moved[0]}' for example, were put elsewhere after the plan was "
@@ -174,13 +174,16 @@ class ModelGuard:
             )
         return None
 
-    def take_back(self) -> None:
+    def take_back(self) -> list[int]:
         """Copy values that code has put elsewhere (`self.weight.data = self.weight.data.clamp(0)`) to where they belong.
 
         Memory that anything else holds as well stays refused: what is written there later would not be seen.
+
+        Returns:
+            Where the values lie after that; nothing where they may lie anywhere.
         """
         if self._places is None or self._places == (now := self._read_places()):
-            return
+            return self._places or []
         for parameter, data, new, old in zip(self._trainable, self._memory, now, self._places, strict=True):
             if new == old or data.data_ptr() != old or not all(data.stride()):  # a placeholder of entries
                 continue
@@ -188,6 +191,7 @@ class ModelGuard:
             if is_alike and num_users(parameter) == 1:
                 data.copy_(parameter.data)
                 parameter.data = data
+        return self._read_places()
 
     def _find_replaced(self) -> ApplyError | None:
         for owner, name, parameter, fqn in self._parameters:

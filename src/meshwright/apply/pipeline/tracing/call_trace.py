@@ -20,6 +20,9 @@ from meshwright.schedule.balance import work_of
 
 __all__: list[str] = []
 
+Slot = tuple[str, str]
+"""A module's name and the name of an attribute."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitCall:
@@ -76,11 +79,11 @@ class Flow:
     draws: bool
     reads: tuple[str, ...]
     draws_python: tuple[str, ...] = ()
-    leaves: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
-    watched: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
-    lent: dict[str, tuple[tuple[tuple[str, str], str], ...]] = dataclasses.field(default_factory=dict)
+    leaves: dict[str, tuple[Slot, ...]] = dataclasses.field(default_factory=dict)
+    watched: dict[str, tuple[Slot, ...]] = dataclasses.field(default_factory=dict)
+    lent: dict[str, tuple[tuple[Slot, str], ...]] = dataclasses.field(default_factory=dict)
     named: tuple[str, ...] = ()
-    takes: dict[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
+    takes: dict[str, tuple[Slot, ...]] = dataclasses.field(default_factory=dict)
     opens: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from meshwright.apply.pipeline.tracing.call_trace import modules_around
+from meshwright.apply.pipeline.tracing.call_trace import Slot, modules_around
 from meshwright.apply.pipeline.tracing.scene import VARS, Path, fields_of, holds_tensors, resolve
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.outside import Elsewhere, Outside
@@ -43,10 +43,6 @@ _NOT_IN_FORWARD = (
 _DEPTH = 6  # of containers and objects inside each other
 _MAX_FUNCTIONS = 3000
 """Functions that are followed [count]."""
-
-
-Slot = tuple[str, str]
-"""A module's name and the name of an attribute."""
 
 
 class Watch(NamedTuple):

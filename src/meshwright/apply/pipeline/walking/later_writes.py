@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright._torch_private import without_function_modes
+from meshwright.apply.pipeline.tracing.call_trace import Slot
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
 from meshwright.apply.pipeline.walking.plain_facts import facts_in
-from meshwright.apply.pipeline.walking.written import Slot
 from meshwright.apply.state.outside import names_of
 from meshwright.errors import ApplyError
 from meshwright.trees import memory_key, tensors_in

@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from meshwright.apply.pipeline.tracing.call_trace import Slot
 from meshwright.apply.pipeline.tracing.scene import Effect, Path, fields_of, places_in, tensors_below, tensors_of_call
 from meshwright.errors import ApplyError
 from meshwright.trees import LEAVES, like_mapping, map_tensors
 
 __all__: list[str] = []
-
-Slot = tuple[str, str]
-"""A module's name and the name of an attribute."""
 
 
 def written_tensors(places: Sequence[tuple[Path, Any]], model: nn.Module, leaves: Sequence[Slot]) -> Iterator[Tensor]:
