@@ -1,4 +1,4 @@
-"""torch.distributed's collectives, looked at from inside, however code holds them.
+"""torch.distributed's collectives and torch.autograd's backward, looked at from inside, however code holds them.
 
 Nothing here is documented as public by torch. Checked on torch 2.13.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.distributed import distributed_c10d
 
-__all__ = ["hide_default_group", "watch_collectives"]
+__all__ = ["hide_default_group", "watch_backwards", "watch_collectives"]
 
 
 def watch_collectives(look: Callable[[FrameType], None]) -> None:
@@ -32,6 +33,25 @@ def watch_collectives(look: Callable[[FrameType], None]) -> None:
 
     watched._meshwright_looks = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     distributed_c10d._rank_not_in_group = watched
+
+
+def watch_backwards(look: Callable[[FrameType, Sequence[Any], Sequence[Any]], None]) -> None:
+    """Have each backward that adds to `.grad` call a function first: with its frame, its roots, and its `inputs=` if it has any.
+
+    `Tensor.backward` and `torch.autograd.backward` stay torch's own functions, as above.
+    """
+    torchs = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
+    if hasattr(torchs, "_meshwright_looks"):
+        return
+
+    @functools.wraps(torchs)
+    def watched(tensors: Sequence[Any], *arguments: Any, accumulate_grad: bool = False, **keywords: Any) -> Any:
+        if accumulate_grad:
+            look(sys._getframe(1), tensors, arguments[3] if len(arguments) > 3 else ())
+        return torchs(tensors, *arguments, accumulate_grad=accumulate_grad, **keywords)
+
+    watched._meshwright_looks = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+    torch.autograd._engine_run_backward = watched  # pyright: ignore[reportPrivateImportUsage]
 
 
 def hide_default_group(hides: Callable[[FrameType], bool]) -> None:

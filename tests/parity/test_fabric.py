@@ -16,7 +16,7 @@ from meshwright import testing
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2", "dp=2,zero=2,batch=whole"])
 def test_a_script_is_one_process(plan: str, tmp_path: Path) -> None:
     wanted = testing.run_ranks(jobs.run, 1, None)[0]
     for rank, found in enumerate(testing.run_ranks(jobs.run, 2, plan, str(tmp_path / "model.ckpt"))):

@@ -85,7 +85,7 @@ def test_a_rank_without_a_sample_decides_as_the_others_do() -> None:
 def test_a_model_that_mixes_samples_is_named() -> None:
     (message, fix, _), tp = loss_jobs.try_losses("centred", "single,micro_batches=2", ["mean_square", "total_as_sum"])
     assert "the model's forward mixes the samples of a batch" in message
-    assert "dp=1 and micro_batches=1" in (fix or "")
+    assert "micro_batches=1, and batch=whole or dp=1" in (fix or "")
     assert tp[0] == ""
 
 

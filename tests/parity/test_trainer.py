@@ -167,6 +167,12 @@ def test_what_would_not_be_one_process_is_refused(kind: str, word: str) -> None:
     for outcome in testing.run_outcomes(jobs.under_plan, 2, kind, "dp=2", None, None, {}):
         assert isinstance(outcome.error, mw.ApplyError)
         assert word in str(outcome.error)
+        assert "batch=whole" in str(outcome.error.fix)
+
+
+def test_a_loss_that_compares_samples_is_one_process_with_whole_batches() -> None:
+    for found in under("dp=2,zero=2,batch=whole", "contrast"):
+        assert_equal(found, alone("contrast"), FLOAT64)
 
 
 def test_a_loss_that_begins_to_count_otherwise_is_refused() -> None:

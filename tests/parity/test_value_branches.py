@@ -63,6 +63,6 @@ def test_one_device_is_told_nothing() -> None:
 def test_samples_that_decide_for_one_another_are_refused() -> None:
     with pytest.raises(ApplyError, match="samples decide for one another") as caught:
         _reasons("micro_batches=2", True, differ=True)
-    assert "dp=1 and micro_batches=1" in (caught.value.fix or "")
+    assert "micro_batches=1, and batch=whole or dp=1" in (caught.value.fix or "")
     assert WORD not in _reasons("micro_batches=1", True, differ=True)
     assert WORD in _reasons("micro_batches=2", True, differ=True, loss_fn=_sum)

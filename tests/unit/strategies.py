@@ -52,6 +52,7 @@ def plans(draw: st.DrawFn, *, details: bool = False) -> Plan:
         zero = draw(st.integers(0, 3))
         schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])) if pp > 1 else "1f1b"
         fields |= {"dp": dp, "tp": tp, "pp": pp, "cp": draw(SMALL), "zero": zero, "schedule": schedule}
+        fields["batch"] = draw(st.sampled_from(["split", "whole"]))
         fields["compress"] = draw(st.sampled_from(["none", "bf16", "int8", "int4", "powersgd"]))
         if zero:
             fields["shard"] = draw(st.none() | st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))

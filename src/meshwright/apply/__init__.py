@@ -6,6 +6,7 @@ engine        base class of all engines, which is also the engine of one device
 nested        base class of an engine around another
 passes        what a step gives an engine to run: micro-batches, losses, what ranks are told
 one_by_one    micro-batches one after the other, as all engines but pipelines run them
+batch_shares  which samples of a global batch a rank takes
 own_passes    forwards and backwards that a user's own loop drives
 data/         data parallelism and ZeRO: ranks that share a batch
 tensor/       tensor parallelism: ranks that share each layer

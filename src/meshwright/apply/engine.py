@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright._torch_private import without_function_modes
+from meshwright.apply.batch_shares import BatchShares
 from meshwright.apply.finding import Finding
 from meshwright.apply.forecast import Forecast
 from meshwright.apply.gradient_sums import GradientExit
@@ -31,7 +32,7 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
-class Engine(OwnPasses):
+class Engine(OwnPasses, BatchShares):
     """A module placed on its device(s), and the exchange of its gradients.
 
     The step calls, in this order: `begin_step`, `run`, `finish_gradients`, and after the optimizer `finish_step` and
@@ -57,9 +58,6 @@ class Engine(OwnPasses):
 
     num_replicas = 1
     """Copies of the module that compute at the same time in this process [count]."""
-
-    copies = 1
-    """Ranks that have the same share of the batch, since they share each layer [count]."""
 
     @property
     def everyone(self) -> Communicator:

@@ -66,7 +66,7 @@ class PlanStrategy(SingleDeviceStrategy):
         """Optimizers under the plan, as the script made them and as `setup` gave them back."""
         self.global_rank, self.local_rank = self._world.rank, self._world.local_rank
         self.world_size = self._world.world_size
-        self._sizes = [0] * self.plan.dp
+        self._sizes = [0] * self.plan.num_shares
         """Rows of each share of the last batch that a loader has given [count]."""
 
     @property
@@ -185,14 +185,15 @@ class PlanStrategy(SingleDeviceStrategy):
         del group
         if sync_grads:
             raise ConfigError("sync_grads=True", fix="mw.gather_batch(tensor, fabric.strategy.parallel)")
-        found = self._planned().engine.group
-        shapes = found.all_gather_json(list(tensor.shape), device=tensor.device) if found.size > 1 else []
+        engine = self._planned().engine
+        found, has_shares = engine.group, engine.num_shares > 1
+        shapes = found.all_gather_json(list(tensor.shape), device=tensor.device) if has_shares else []
         if any(shape != shapes[0] for shape in shapes):
             raise ApplyError(
                 f"fabric.all_gather was given tensors of shapes {shapes} by the shares of the batch (rule: all have one shape)",
                 fix="mw.gather_batch(tensor, fabric.strategy.parallel), which joins shares of unequal size along dim 0",
             )
-        return torch.stack(found.all_gather(tensor.detach())) if found.size > 1 else tensor.detach()[None]
+        return torch.stack(found.all_gather(tensor.detach())) if has_shares else tensor.detach()[None]
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the sum over the shares of the batch, or their mean where they have equally many rows, or equal values.

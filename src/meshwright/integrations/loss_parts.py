@@ -29,7 +29,9 @@ _KINDS: dict[Kind, str] = {
     "samples": "their mean weighted by samples",
     "labels": "their mean weighted by labels",
 }
-_FIX = "a loss that compares samples, or balances experts over a batch, needs it whole: a plan with dp=1"
+_FIX = (
+    "a loss that compares samples, or balances experts over a batch, needs it whole: a plan with batch=whole, or dp=1"
+)
 IGNORED = -100
 _TOLERANCES = {torch.float64: (2e-7, 2e-6), torch.float32: (4e-6, 1e-4)}
 """By how much equal losses may differ, by their dtype: at least, and where the order of samples alone makes more [fraction]."""

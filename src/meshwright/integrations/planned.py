@@ -76,8 +76,8 @@ def count_samples(parallel: ParallelModel, batch: Any) -> int:
     except ApplyError as error:
         raise ApplyError(
             error.message,
-            fix="have the collator give each tensor one row for each sample (position_ids too), or use a plan with dp=1, whose "
-            "ranks take the whole batch",
+            fix="have the collator give each tensor one row for each sample (position_ids too), or use a plan with batch=whole "
+            "or dp=1, whose ranks take the whole batch",
         ) from None
 
 

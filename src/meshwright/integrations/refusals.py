@@ -97,11 +97,11 @@ def refuse_plan(plan: Plan) -> None:
 def refuse_model(model: nn.Module, plan: Plan) -> None:
     """Raise ApplyError for layers that mix the samples of a batch while they train, where ranks have parts of it."""
     name = next((name for name, child in model.named_modules() if isinstance(child, _NORMS)), None)
-    if plan.dp > 1 and name is not None:
+    if plan.num_shares > 1 and name is not None:
         raise ApplyError(
             f"'{name}' normalises over the batch, of which each rank has a part under the plan '{plan}': its losses would not be "
             "one process'",
-            fix="a plan with dp=1, such as plan='tp=2', or a norm over channels (nn.GroupNorm) in its place",
+            fix="a plan with batch=whole or dp=1, such as plan='tp=2', or a norm over channels (nn.GroupNorm) in its place",
         )
 
 

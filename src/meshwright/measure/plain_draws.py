@@ -21,8 +21,8 @@ __all__: list[str] = []
 class _Alone:
     """What `GlobalDraws` asks of an engine, for a process without ranks."""
 
-    num_replicas = copies = size = 1
-    group_rank = 0
+    num_replicas = num_shares = copies = size = 1
+    group_rank = share = 0
     is_prepared = needs_lockstep = False
     device = torch.device("cpu")
     ledger = types.SimpleNamespace(of_checks=contextlib.nullcontext)

@@ -26,6 +26,7 @@ draw_orders     orders of samples that they try
 draw_parts      outputs of a batch beside those of its parts
 draws_of_work   random numbers of one step
 gate            refusal of optimizer steps that nothing was exchanged for
+model_backwards    refusal of backwards that a model's own code runs into its parameters
 model_collectives  refusal of collectives that a model's own code calls
 arrivals        refusal of gradients that nothing would exchange
 own_draws       random numbers of forwards that an own loop calls

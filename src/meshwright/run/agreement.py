@@ -66,7 +66,8 @@ class Agreement:
         held: Gives `requires_grad` by FQN of what this rank holds: ranks may hold different parameters.
         broken: Why this rank cannot take the step, or None.
         num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
-        copies: Ranks of the group with the same share [count].
+        copies: Ranks of the group that add the same terms to the loss [count].
+        readers: Ranks of the group that take each sample [count].
         sayings: Values that ranks must have alike; the same topics in the same order on every rank.
         on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
         moved: Whether this rank's buffers were written to since the last step or evaluation ended.
@@ -90,6 +91,7 @@ class Agreement:
         broken: ApplyError | None,
         num_passes: int | None = None,
         copies: int = 1,
+        readers: int = 1,
         sayings: Sequence[Saying] = (),
         on_difference: Callable[[list[str]], None] | None = None,
         moved: bool = False,
@@ -103,7 +105,7 @@ class Agreement:
         self._knows_first = knows_first
         self._topics = [saying.topic for saying in sayings]
         self._on_difference = on_difference
-        self._copies = copies
+        self._copies, self._readers = copies, readers
         self._device = device
         self._switched = switched
         self._broken = broken
@@ -187,7 +189,7 @@ class Agreement:
     @property
     def num_samples(self) -> int:
         """Samples in the global batch [count]."""
-        return round(self.wait()[1] / self._copies)
+        return round(self.wait()[1] / self._readers)
 
     @property
     def num_before(self) -> int:
@@ -196,12 +198,12 @@ class Agreement:
             return 0
         own, num_shares = self._share
         first = self._num_fixed - num_shares
-        return round(sum(self.wait()[first : first + own]) / self._copies)
+        return round(sum(self.wait()[first : first + own]) / self._readers)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the global batch [count]."""
-        return round(self.wait()[2] / self._copies)
+        return round(self.wait()[2] / self._readers)
 
     @property
     def num_passes(self) -> int:

@@ -37,6 +37,7 @@ from meshwright.run.building.pretrained import with_pretrained
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.loss import LossRule
+from meshwright.run.model_backwards import refuse_backwards_in_models
 from meshwright.run.model_collectives import hide_from_models, refuse_in_models
 from meshwright.run.options import check_arguments, check_options
 from meshwright.run.own_loop import refuse_shared
@@ -123,6 +124,7 @@ def apply_plan(
     refuse_unbuilt(plan)
     require_world(plan, world)
     hide_from_models()
+    refuse_backwards_in_models()
     if world.world_size > 1:
         refuse_in_models()
     chosen = choose_devices(plan, devices, world.device)

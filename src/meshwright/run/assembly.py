@@ -92,8 +92,9 @@ def build_module(
             fix="pass the model, or a function without arguments that builds it",
         )
     _refuse_wrapped(module)
-    share = plan.mesh.coordinate(world.rank).dp if plan.mode == "ranks" else 0
-    if plan.mode == "ranks" and plan.dp > 1:
+    has_shares = plan.mode == "ranks" and plan.num_shares > 1
+    share = plan.mesh.coordinate(world.rank).dp if has_shares else 0
+    if has_shares:
         world.calls.meshes.append(plan.mesh)
     if share > 0:
         torch.manual_seed((seed + 0x9E3779B97F4A7C15 * share) % 2**63)
@@ -170,6 +171,14 @@ def build_engine(
         refuse_shared_memory(module, str(plan), ties_too=separates(plan))
     refuse_embeddings_that_count(module, plan)
     _refuse_sparse(module)
+    engine = _engine_of(module, plan, world, devices, splitter)
+    engine.takes_whole_batch = plan.batch == "whole"
+    return engine
+
+
+def _engine_of(
+    module: nn.Module, plan: Plan, world: World, devices: list[torch.device], splitter: BatchSplitter
+) -> Engine:
     if plan.mode == "model_parallel":
         return LayersEngine(module, world.default_group.over("dp"), devices, stages=dict(plan.stages))
     device = _place(module, plan, devices[0])
@@ -185,7 +194,7 @@ def build_engine(
 
 def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
     """Raise ApplyError where an embedding counts or renormalises the ids of a batch that the plan cuts."""
-    shares = plan.num_devices if plan.mode == "data_parallel" else plan.dp
+    shares = plan.num_devices if plan.mode == "data_parallel" else plan.num_shares
     for name, child in module.named_modules():
         if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             continue
@@ -195,7 +204,7 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
                 f"'{plan}' cuts the batch into parts that would each count only their own ids",
                 fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (tp, pp with micro_batches=1)",
             )
-        cut = shares * plan.micro_batches > 1 or plan.micro_batch_size is not None
+        cut = max(shares, plan.dp) * plan.micro_batches > 1 or plan.micro_batch_size is not None
         if child.max_norm is not None and (cut or plan.pp > 1):
             # Copies would drift apart, and other readers of the rows (a tied head) would see some before renormalisation.
             raise ApplyError(

@@ -42,7 +42,7 @@ def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
     if tensor.dim() == 0:
         raise ConfigError("gather_batch was given a tensor without dims", fix="give it one row for each sample")
     group = model.engine.group
-    if group.size == 1:
+    if model.engine.num_shares == 1:
         return tensor
     mine = [
         tensor.shape[0],

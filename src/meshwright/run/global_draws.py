@@ -194,12 +194,12 @@ class GlobalDraws:
     @property
     def has_places(self) -> bool:
         """Whether ranks need the places of their samples."""
-        return self.has_draws and not self.is_off and self._engine.group.size > 1
+        return self.has_draws and not self.is_off and self._engine.num_shares > 1
 
     @property
     def share(self) -> str:
         """The name of this rank's share of the batch."""
-        return f"share {self._engine.group.group_rank}"
+        return f"share {self._engine.share}"
 
     def forward(
         self, kind: str, first: int, num_samples: int, number: int = 0

@@ -16,6 +16,8 @@ from meshwright.trees import tensors_in
 __all__: list[str] = []
 
 _KEY = "meshwright"
+_HIDES = "CheckpointFunctionBackward"
+"""The node of a reentrant checkpoint, which makes its graph in backward."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -82,6 +84,14 @@ def foreign_parameters(root: Tensor, own: Iterable[nn.Parameter]) -> list[nn.Par
     known = {id(parameter) for parameter in own}
     variables = [getattr(node, "variable", None) for node in _walk([root], None)]
     return [v for v in variables if isinstance(v, nn.Parameter) and id(v) not in known]
+
+
+def trains_parameters(roots: Iterable[Tensor]) -> bool:
+    """Tell whether backward from these tensors adds to a parameter's gradient, or may: a checkpoint's graph is not there yet."""
+    return any(
+        isinstance(getattr(node, "variable", None), nn.Parameter) or type(node).__name__ == _HIDES
+        for node in _walk(roots, None)
+    )
 
 
 def foreign_error(parameter: nn.Parameter, plan: str) -> ApplyError:

@@ -46,12 +46,12 @@ def hide_from_models() -> None:
 
 def _is_of_a_model(frame: FrameType) -> bool:
     """Tell whether an engine runs the code that asks for a group, or it is a module's constructor that a plan has called."""
-    if _module_of(frame).startswith(("torch.", "meshwright.")):
+    if module_of(frame).startswith(("torch.", "meshwright.")):
         return False
-    return _is_run_by_a_plan(frame, in_constructors=True)
+    return is_run_by_a_plan(frame, in_constructors=True)
 
 
-def _is_run_by_a_plan(caller: FrameType, *, in_constructors: bool = False) -> bool:
+def is_run_by_a_plan(caller: FrameType, *, in_constructors: bool = False) -> bool:
     """Tell whether an engine runs some code, other than an optimizer's rule, which all ranks run alike, and a builder.
 
     Args:
@@ -60,9 +60,9 @@ def _is_run_by_a_plan(caller: FrameType, *, in_constructors: bool = False) -> bo
     """
     frame: FrameType | None = caller
     constructs = False
-    while frame is not None and not _module_of(frame).startswith("torch.optim"):
-        if _module_of(frame).startswith(_ENGINE):
-            return constructs or not _module_of(frame).startswith(_BUILDING)
+    while frame is not None and not module_of(frame).startswith("torch.optim"):
+        if module_of(frame).startswith(_ENGINE):
+            return constructs or not module_of(frame).startswith(_BUILDING)
         constructs = constructs or (in_constructors and _constructs_a_module(frame))
         frame = frame.f_back
     return False
@@ -84,16 +84,16 @@ def _refuse_inside(called: FrameType) -> None:
     if called.f_code.co_name not in _COLLECTIVES:
         return  # it asks for a rank or a size
     name, frame = "", _outermost(called)
-    while frame is not None and _module_of(frame).startswith(_INSIDE):
+    while frame is not None and module_of(frame).startswith(_INSIDE):
         name = frame.f_code.co_name if frame.f_code.co_name in _COLLECTIVES else name
         frame = frame.f_back
-    is_users = frame is not None and _module_of(frame).startswith(_IN_USERS_NAME)
-    while is_users and frame is not None and _module_of(frame).startswith((*_IN_USERS_NAME, *_INSIDE)):
+    is_users = frame is not None and module_of(frame).startswith(_IN_USERS_NAME)
+    while is_users and frame is not None and module_of(frame).startswith((*_IN_USERS_NAME, *_INSIDE)):
         frame = frame.f_back
     caller = frame
-    if caller is None or _module_of(caller).startswith(("torch.", "meshwright.")):
+    if caller is None or module_of(caller).startswith(("torch.", "meshwright.")):
         return
-    if not _is_run_by_a_plan(caller):
+    if not is_run_by_a_plan(caller):
         return
     raise ApplyError(
         f"the model or its loss calls torch.distributed.{name} ({caller.f_code.co_filename}:{caller.f_lineno}) while a plan "
@@ -106,12 +106,12 @@ def _refuse_inside(called: FrameType) -> None:
 def _outermost(called: FrameType) -> FrameType:
     """Return the frame of the collective that code has called: a function mode calls it again, by way of torch's and our code."""
     found, frame = called, called.f_back
-    while frame is not None and _module_of(frame).startswith((*_INSIDE, "torch.", "meshwright.")):
-        if frame.f_code.co_name in _COLLECTIVES and _module_of(frame) == _module_of(called):
+    while frame is not None and module_of(frame).startswith((*_INSIDE, "torch.", "meshwright.")):
+        if frame.f_code.co_name in _COLLECTIVES and module_of(frame) == module_of(called):
             found = frame
         frame = frame.f_back
     return found
 
 
-def _module_of(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))

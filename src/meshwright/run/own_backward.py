@@ -170,7 +170,7 @@ class OwnBackward(Generic[LoopT]):
         return self._find_foreign(graph) or self._find_unlike(graph)
 
     def _find_foreign(self, graph: LossGraph) -> ApplyError | None:
-        if not self._loop.is_over_several_batches:
+        if self._loop.engine.group.size == 1:
             return None  # its gradient is the same on all ranks
         foreign = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]
         foreign = [leaf for leaf in foreign if not any(other.holds(leaf) for other in self.loops)]
@@ -183,11 +183,11 @@ class OwnBackward(Generic[LoopT]):
     def _find_unlike(self, graph: LossGraph) -> ApplyError | None:
         own = self._loop.plan
         for other in self.loops:
-            if (other.plan.dp, other.plan.tp) != (own.dp, own.tp):
+            if (other.plan.dp, other.plan.tp, other.plan.batch) != (own.dp, own.tp, own.batch):
                 return ApplyError(
                     f"a loss comes from models under the plans '{own}' and '{other.plan}', whose ranks share out batches "
                     "differently",
-                    fix="use plans with the same dp and tp for models that meet in one loss",
+                    fix="use plans with the same dp, tp and batch for models that meet in one loss",
                 )
             stale = [mark for mark in graph.marks if mark.loop() is other and mark.version != other.num_updates]
             if stale:

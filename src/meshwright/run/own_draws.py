@@ -153,7 +153,7 @@ class OwnDraws:
             marks: Calls of the model that the loss comes from.
             weight: What the loss counts on this rank.
         """
-        if self._draws is None or self._engine.group.size == 1 or weight < 1:
+        if self._draws is None or self._engine.num_shares == 1 or weight < 1:
             return
         for mark in marks:
             num_rows = 0 if mark.draws is None or not mark.draws.marks else mark.draws.num_samples or 0
@@ -174,14 +174,14 @@ class OwnDraws:
         """Return the place of this rank's first sample in the step; None, on every rank, where any does not know its number."""
         group = self._engine.group
         counts = [-1.0 if num_samples is None else float(num_samples)]
-        if group.size > 1:
+        if self._engine.num_shares > 1:
             told = torch.zeros(group.size, dtype=torch.float64, device=group.message_device(self._engine.device))
             told[group.group_rank] = counts[0]
             group.all_reduce(told)
             counts = told.tolist()
         if min(counts) < 0:
             return None
-        first = self._num_samples + round(sum(counts[: group.group_rank]))
+        first = self._num_samples + round(sum(counts[: self._engine.share]))
         self._num_samples += round(sum(counts))
         return first
 

@@ -112,7 +112,7 @@ class OwnLoop:
     @property
     def is_over_several_batches(self) -> bool:
         """Whether ranks have different shares of a batch."""
-        return self.engine.group.size > 1
+        return self.engine.num_shares > 1
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter is this model's."""

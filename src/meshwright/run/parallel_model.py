@@ -97,7 +97,7 @@ class ParallelModel(Uncopied):
     def plan(self) -> Plan:
         """The plan that was applied; under tensor parallelism with what is cut, and why the rest is not, once that is known."""
         plan = self.engine.detail(self._plan)
-        told = self.stepper.rule.told
+        told = (*self.engine.batch_reasons, *self.stepper.rule.told)
         told += () if self.stepper.draws is None else self.stepper.draws.reasons
         return plan.replace(reasons=(*plan.reasons, *told)) if told else plan
 
@@ -123,13 +123,13 @@ class ParallelModel(Uncopied):
 
     @property
     def dp_rank(self) -> int:
-        """This rank's number among those that share a global batch."""
-        return self.engine.group.group_rank
+        """This rank's share of a global batch, by its number; 0 where each rank takes it whole."""
+        return self.engine.share
 
     @property
     def dp_size(self) -> int:
-        """Ranks that share a global batch [count]."""
-        return self.engine.group.size
+        """Shares of a global batch: the plan's dp, or 1 under ``batch=whole`` [count]."""
+        return self.engine.num_shares
 
     @property
     def stop_requested(self) -> bool:

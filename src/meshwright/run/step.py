@@ -257,7 +257,7 @@ class Stepper:
 
     def _watch(self) -> None:
         engine = self.engine
-        cuts = self._is_cut or engine.group.size * engine.num_replicas > 1
+        cuts = self._is_cut or engine.num_shares * engine.num_replicas > 1
         facts = {"fixes_memory": engine.fixes_memory, "cuts_batch": cuts}
         self._guard = ModelGuard(engine.module, follows_calls=engine.holds_parts or engine.copies > 1, **facts)
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
@@ -295,6 +295,7 @@ class Stepper:
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
             copies=self.engine.copies,
+            readers=self.engine.readers,
             sayings=self.sentinels.sayings(batch, self.casts.dtype),
             on_difference=self.sentinels.explain,
             held=self.engine.trainable_states,
@@ -302,7 +303,7 @@ class Stepper:
             knows_first=knows_first,
             has_changed=may_try and self._watch_model.has_changed(parts),
             has_news=self.draws is not None and self.draws.has_news,
-            share=(self.engine.group.group_rank, self.engine.group.size) if has_places else None,
+            share=(self.engine.share, self.engine.num_shares) if has_places else None,
         )
         if (knows_first or moved) and agreement.buffers_moved:
             self.engine.sync_buffers()

@@ -25,6 +25,7 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16"]
 Compress = Literal["none", "bf16", "int8", "int4", "powersgd"]
 Offload = Literal["none", "optimizer"]
+Batch = Literal["split", "whole"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,8 @@ class Plan(Value):
     """How a model is laid over devices.
 
     What means the same is the same: ``shard`` equal to ``dp``, and ``sequence_parallel`` equal to what ``tp`` implies,
-    become None; ``zbv`` always has two stages a rank. ``reasons`` and ``prediction`` explain the plan and are left out
-    of ``==`` and ``hash``.
+    become None; ``zbv`` always has two stages a rank; with ``dp=1`` a batch is whole anyway. ``reasons`` and ``prediction``
+    explain the plan and are left out of ``==`` and ``hash``.
 
     Args:
         mode: "ranks" is one process per device; "data_parallel" one process with a thread per device; "model_parallel"
@@ -53,6 +54,8 @@ class Plan(Value):
         compress: What gradients are sent as.
         overlap: Communicate while computing.
         offload: What is kept in the host's memory; "optimizer" is the state of this rank's shards, which are updated there.
+        batch: What a dp rank takes of each global batch: "split" its share, "whole" all samples, as ranks that share layers do.
+            For models whose samples see one another: ZeRO still saves memory, and dp no time.
         micro_batch_size: Samples of one forward pass; None splits what comes [samples].
         bucket_bytes: Size of a gradient bucket, and of what ZeRO-2 lets lie before it is summed; None is the default [bytes].
         whole_below: ZeRO-3 keeps layers with fewer bytes of parameters whole; None is the default [bytes].
@@ -89,6 +92,7 @@ class Plan(Value):
     compress: Compress = "none"
     overlap: bool = True
     offload: Offload = "none"
+    batch: Batch = "split"
     micro_batch_size: int | None = None
     bucket_bytes: int | None = None
     whole_below: int | None = None
@@ -103,6 +107,8 @@ class Plan(Value):
             self._set(shard=None)
         if self.sequence_parallel == (self.tp > 1):
             self._set(sequence_parallel=None)
+        if self.dp == 1 and self.batch == "whole":
+            self._set(batch="split")
         if self.schedule == "zbv" and self.virtual == 1:
             self._set(virtual=2)
         problems = Problems("plan")
@@ -222,6 +228,11 @@ class Plan(Value):
         return self.num_devices if self.mode == "ranks" else 1
 
     @property
+    def num_shares(self) -> int:
+        """The parts that ranks share a global batch out in: ``dp``, or 1 where each takes the whole batch [count]."""
+        return self.dp if self.batch == "split" else 1
+
+    @property
     def num_stages(self) -> int:
         """The pipeline stages over all ranks [count]."""
         return self.pp * self.virtual
@@ -267,7 +278,7 @@ class Plan(Value):
                 f"mode={self.mode} with {other}={getattr(self, other)} (rule: its only degree is {axis})",
                 fix=f"{other}=1, or mode=ranks",
             )
-        for name, off in (("zero", 0), ("compress", "none"), ("schedule", "1f1b"), ("virtual", 1)):
+        for name, off in (("zero", 0), ("compress", "none"), ("schedule", "1f1b"), ("virtual", 1), ("batch", "split")):
             value = getattr(self, name)
             problems.require(
                 value == off,

@@ -65,6 +65,7 @@ _PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "compress": str,
     "overlap": _parse_switch,
     "offload": str,
+    "batch": str,
     "micro_batch_size": _parse_int,
     "bucket_bytes": _parse_bytes_word,
     "whole_below": _parse_bytes_word,

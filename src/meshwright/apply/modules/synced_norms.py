@@ -73,7 +73,7 @@ def synced_norms(module: nn.Module, plan: Plan, group: Communicator, *, is_wante
     Raises:
         ApplyError: The samples of a step do not pass through a layer at the same time on all ranks under this plan.
     """
-    if not is_wanted:
+    if not is_wanted or plan.batch == "whole":
         return None
     for setting, is_on, fix in (
         (f"pp={plan.pp}", plan.pp > 1, "pp=1"),

@@ -119,7 +119,7 @@ class PipelineForecast(Forecast):
             ((places.rank_of_stage(source), places.rank_of_stage(to)), size) for (source, to), size in crossing.items()
         ]
         sent = sum(size for (source, to), size in ranks if source == places.rank != to)
-        return sent * step.num_samples / step.plan.dp / step.splitter.count(step.batch)
+        return sent * step.num_samples / step.plan.num_shares / step.splitter.count(step.batch)
 
 
 def count_crossings(module: nn.Module, stage_map: StageMap, batch: Any) -> Counter[tuple[int, int]]:

@@ -96,7 +96,7 @@ class TensorForecast(Forecast):
             return None
         if not self._watch.fits(self._module, layout, inputs[0].numel(), num_ranks):
             return None
-        tokens = inputs[0].shape[1] * step.num_samples / plan.dp
+        tokens = inputs[0].shape[1] * step.num_samples / plan.num_shares
         exchange = exchange_of(self._module, layout, round(tokens), num_ranks)
         return None if exchange is None else exchange.sent_bytes(num_ranks)
 

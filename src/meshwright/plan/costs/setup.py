@@ -161,7 +161,7 @@ class Setup:
                 fix='precision=bf16, or describe the model with autocast="none"',
             )
         size = 2.0 if is_bf16 else own_bytes
-        share = -(-train.global_batch_size // plan.dp)
+        share = -(-train.global_batch_size // plan.num_shares)
         micro_batches = max(plan.micro_batches, -(-share // (plan.micro_batch_size or share)))
         return cls(
             dp=plan.dp,

@@ -18,6 +18,9 @@ from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Guard, find_un
 
 __all__: list[str] = ["IGNORED_LABEL"]
 
+WHOLE_BATCH = "micro_batches=1, and batch=whole or dp=1"
+"""What leaves the batch whole. With ``batch=whole`` ZeRO saves memory, and dp no time."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:

@@ -19,7 +19,7 @@ from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.enough import enough_samples
-from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import own_generator_error, refusal_of
 from meshwright.run.losses.trials import DRAWS, Evidence, examine
@@ -40,8 +40,8 @@ _ALIKE = 8.0
 """What fits this many times worse than the best is another thing [ratio]."""
 _FIX = (
     "return meshwright.Loss(sum, weight) from loss_fn, where the loss is a sum over whatever it counts; a loss that compares "
-    "the samples of a batch with each other needs the batch whole: dp=1 and micro_batches=1; where samples lie in another dim "
-    "than the first (sequences first), pass split= to apply_plan"
+    f"the samples of a batch with each other needs the batch whole: {WHOLE_BATCH}; where samples lie in another dim than the "
+    "first (sequences first), pass split= to apply_plan"
 )
 _BRANCHES = (
     "loss: the model's forward branches on values of its batch, and each rank and micro-batch decides by its own samples: what "
@@ -67,10 +67,10 @@ def settle_loss(
     Raises:
         ApplyError: On every rank: steps would add up losses of parts of a batch, and those do not give the loss of the whole.
     """
-    is_cut = engine.group.size * engine.num_replicas * (micro_batches or _FEW) > 1
+    is_cut = engine.num_shares * engine.num_replicas * (micro_batches or _FEW) > 1
     if rule.is_settled:
         return is_cut and rule.refuses
-    if not is_cut and rule.is_given:
+    if not is_cut and rule.is_given and not engine.takes_whole_batch:  # whose ranks add up gradients even so
         rule.settle(None)
         return False
     if parts:
@@ -338,13 +338,13 @@ def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyEr
         return ApplyError(
             f"the model's forward mixes the samples of a batch: the loss is {evidence.numbers} (rank {rank}), so that the parts "
             "which this plan takes do not give one device's loss",
-            fix="leave the batch whole: dp=1 and micro_batches=1 (tp and pp do); or have the model treat each sample by itself",
+            fix=f"leave the batch whole: {WHOLE_BATCH} (tp and pp do); or have the model treat each sample by itself",
         )
     if evidence.culprit == "branches":
         return ApplyError(
             f"the model's forward branches on values of its batch, and samples decide for one another: the loss is "
             f"{evidence.numbers} (rank {rank}), so that the parts which this plan takes do not give one device's loss",
-            fix="use dp=1 and micro_batches=1; or return meshwright.Loss from loss_fn, where parts may decide for themselves",
+            fix=f"use {WHOLE_BATCH}; or return meshwright.Loss from loss_fn, where parts may decide for themselves",
         )
     return ApplyError(
         f"{whose} is not a mean over samples: it is {evidence.numbers} (rank {rank}), so that the parts which this plan "

@@ -19,7 +19,7 @@ from meshwright.run.agreement import Agreement
 from meshwright.run.autocast import Autocast
 from meshwright.run.loss_graph import foreign_error, foreign_parameters
 from meshwright.run.losses.buffer_calls import BufferCalls
-from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
 from meshwright.run.losses.watch import LossWatch
 from meshwright.trees import move_to, tensors_in
 
@@ -60,7 +60,7 @@ class LossTerms:
         self._splitter = splitter
         self._has_looked_at_graph = False
         self._has_called = False
-        self._takes_parts = is_cut or engine.group.size * engine.num_replicas > 1
+        self._takes_parts = is_cut or engine.num_shares * engine.num_replicas > 1
         self.casts = Autocast(engine.device.type, autocast)
         """The dtype of forwards and losses."""
 
@@ -113,7 +113,7 @@ class LossTerms:
                 error.add_note(
                     f"the model was called with a part of the batch, {self._splitter.count(part)} samples. Where dim 0 of a "
                     "tensor is not the samples' (sequences first), pass split= to apply_plan; a batch that is one whole (a "
-                    "graph) needs dp=1 and micro_batches=1"
+                    f"graph) needs {WHOLE_BATCH}"
                 )
             raise
         self._has_called = True

@@ -17,7 +17,6 @@ from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import call_model
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.trial_writes import own_backward_error
 from meshwright.run.losses.trials import RAISED, Evidence, TrialForward, TrialOutcome, run_trial
 
 __all__: list[str] = []
@@ -68,23 +67,20 @@ def _run_once_more(
     """Run a trial; where its code raises, run it with a graph, of which a penalty on gradients may be computed inside.
 
     Raises:
-        ApplyError: The code runs backward itself: what that adds to the parameters' gradients is weighed by nobody.
+        ApplyError: The code runs backward itself, under a plan that adds up gradients (`meshwright.run.model_backwards`).
     """
-    outcome = _run_kept(module, device, trial, forward, term)
-    if outcome.obstacle is None or not outcome.obstacle.startswith(RAISED):
-        return outcome
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
+        outcome = _run_kept(module, device, trial, forward, term)
+        if outcome.obstacle is None or not outcome.obstacle.startswith(RAISED):
+            return outcome
         again = _run_kept(module, device, trial, forward, term, has_graph=True)
-        writes = any(parameter.grad is not None for parameter in parameters)
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-    if writes:
-        raise own_backward_error()
     return outcome if again.obstacle is not None else again
 
 

@@ -8,6 +8,7 @@ import torch
 
 from meshwright.apply.state.kept_parameters import is_kept
 from meshwright.errors import ApplyError
+from meshwright.run.losses.loss import WHOLE_BATCH
 
 __all__: list[str] = []
 
@@ -41,7 +42,7 @@ def refusal_of(names: Sequence[tuple[int, str | None]]) -> ApplyError | None:
                 f"the model's forward sets its parameter '{name}' by the batch that it is given (rank {rank}), as an "
                 "initialisation by the first batch does, and this plan gives it parts of the batch",
                 fix="run the model once on the whole first batch before apply_plan, on every rank alike, so that it is "
-                "initialised then; or leave the batch whole: dp=1 and micro_batches=1",
+                f"initialised then; or leave the batch whole: {WHOLE_BATCH}",
             )
     return None
 
@@ -52,14 +53,18 @@ def own_generator_error(place: str, numbers: str) -> ApplyError:
         f"the model's forward draws from a generator of its own, '{place}', which gives each part of a batch other numbers: "
         f"{numbers}, so that the parts which this plan takes do not give one device's loss",
         fix="draw from torch's own generator (torch.randn(..., generator=None)), whose numbers rng='global' gives by place; or "
-        "leave the batch whole: dp=1 and micro_batches=1",
+        f"leave the batch whole: {WHOLE_BATCH}",
     )
 
 
-def own_backward_error() -> ApplyError:
-    """Return the error for a forward or a loss that runs backward itself, under a plan that takes the batch in parts."""
-    return ApplyError(
-        "the model's forward or the loss runs backward() itself; this plan takes the batch part by part, and what that adds to "
-        "the parameters' gradients would not be weighed by the part's samples",
-        fix="add the term to the loss that loss_fn returns; or leave the batch whole: dp=1 and micro_batches=1",
+class OwnBackwardError(ApplyError):
+    """A forward or a loss has run backward itself, whose gradients nobody weighs."""
+
+
+def own_backward_error() -> OwnBackwardError:
+    """Return the error for a forward or a loss that runs backward itself, under a plan that adds up gradients."""
+    return OwnBackwardError(
+        "the model's forward or the loss runs backward() itself; this plan adds up the gradients of parts or of ranks, "
+        "and what that adds to the parameters' gradients would not be weighed",
+        fix="add the term to the loss that loss_fn returns; or use the plan 'single'",
     )

@@ -24,7 +24,7 @@ from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions,
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_watch import TrialWatch, term_with_slopes
-from meshwright.run.losses.trial_writes import find_dependent
+from meshwright.run.losses.trial_writes import OwnBackwardError, find_dependent
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, is_decoded, label_paths, replace_at, tensor_at
 from meshwright.trees import map_tensors, tensors_in
 
@@ -177,6 +177,8 @@ def run_trial(
                     return TrialOutcome(parts=tuple(float(term_with_slopes(term, *pair).value) for pair in rows))
                 found = term_with_slopes(term, outputs, batch)
             value, weight = float(found.value), None if found.is_mean else float(found.weight)
+        except OwnBackwardError:
+            raise
         except Exception as error:  # noqa: BLE001 - the user's code: what it raises here it raises in the step, too
             return TrialOutcome(obstacle=f"{RAISED} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         obstacle = None

@@ -24,7 +24,7 @@ from meshwright.apply.state.undisturbed import GeneratorStates
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.errors import ApplyError
 from meshwright.layout import even_sizes
-from meshwright.run.losses.loss import LossRule
+from meshwright.run.losses.loss import WHOLE_BATCH, LossRule
 from meshwright.run.losses.weights import Path, tensors_by_path
 from meshwright.trees import map_tensors, tensors_in
 
@@ -49,7 +49,7 @@ _NAMES = ("label", "target", "mask", "weight", "pad", "valid", "length")
 
 FIX = (
     "return meshwright.Loss(sum, weight) from loss_fn: the sum of what is counted, and how much that is; a loss that compares "
-    "the samples of a batch with each other needs the batch whole: dp=1 and micro_batches=1"
+    f"the samples of a batch with each other needs the batch whole: {WHOLE_BATCH}"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,20 +38,31 @@ def warn_of_equal_shares(group: Communicator, mesh: MeshSpec, batch: Any, device
             )
 
 
-def raise_different_batches(group: Communicator, mesh: MeshSpec, batch: Any, device: torch.device) -> None:
-    """Raise ApplyError on every rank where ranks that share layers hold different batches; every rank calls it."""
+def raise_different_batches(
+    group: Communicator, mesh: MeshSpec, axes: Sequence[str], batch: Any, device: torch.device
+) -> None:
+    """Raise ApplyError on every rank where ranks that take the same samples hold different batches; every rank calls it.
+
+    Args:
+        group: All ranks.
+        mesh: Their mesh.
+        axes: Those along which ranks take the same samples.
+        batch: What this rank has.
+        device: Where it computes.
+    """
     rows = [[name, str(tuple(t.shape)), _kind_text(t), f"{digest_tensor(t):x}"] for name, t in named_tensors(batch)]
     everyone = group.all_gather_json(None if batch is None else rows, device=device)
-    for circle in circles_of(mesh, "pp", "cp", "tp"):
+    for circle in circles_of(mesh, *axes):
         first = circle.ranks[0]
         for other in circle.ranks[1:]:
             difference = _first_difference(everyone[first], everyone[other])
             if difference is None:
                 continue
             name, what = difference
+            why = "take each batch whole" if "dp" in axes else "share the model's layers"
             row = _first_row(group, batch, name, (first, other), device)
             raise ApplyError(
-                f"ranks {list(circle.ranks)} share the model's layers and must step on the same share of the batch: on ranks "
+                f"ranks {list(circle.ranks)} {why} and must step on the same share of the batch: on ranks "
                 f"{first} and {other} {what}{row}",
                 fix="hand make_loader or split_batch the same global batch on every rank: seed what draws it alike "
                 "(torch.manual_seed(step), say); data that a script shares out itself goes by model.dp_rank, not by rank",

@@ -76,8 +76,10 @@ class Sentinels:
         self._on_finding = on_finding
         self._rows = rows
         mesh, rank = place
-        self._sharing = Circle.over(mesh, rank, "pp", "cp", "tp")
-        self._drawing = Circle.over(mesh, rank, "tp")
+        whole = ("dp",) if engine.takes_whole_batch else ()
+        self._batch_axes = ("pp", "cp", "tp", *whole)
+        self._sharing = Circle.over(mesh, rank, *self._batch_axes)
+        self._drawing = Circle.over(mesh, rank, "tp", *whole)
         self._holding = Circle.over(mesh, rank, "dp", "cp", "tp")
         self._copying = Circle.over(mesh, rank, "dp", "cp")
         self._everyone = Circle.over(mesh, rank, "pp", "dp", "cp", "tp")
@@ -182,7 +184,7 @@ class Sentinels:
         if "call" in topics and (calls := engine.everyone.calls) is not None:
             raise calls.different(dict(enumerate(engine.everyone.all_gather_json(calls.current, device=engine.device))))
         if "batch" in topics:
-            raise_different_batches(engine.everyone, self._mesh, self._batch, engine.device)
+            raise_different_batches(engine.everyone, self._mesh, self._batch_axes, self._batch, engine.device)
         if "shared batches" in topics and self.shared_batches.raise_different(engine.everyone, engine.device):
             self.shared_batches.is_watching = False  # ranks that compute their batches round differently
         if "common" in topics:
@@ -230,7 +232,7 @@ class Sentinels:
         if not self.is_due:
             return
         engine = self._engine
-        if self._step == 0 and self._mesh.dp * self._mesh.cp > 1:
+        if self._step == 0 and engine.num_shares * self._mesh.cp > 1:
             warn_of_equal_shares(engine.everyone, self._mesh, self._batch, engine.device)
         settings.require_equal_settings(engine.everyone, self._rows(), engine.device)
         self._report(

@@ -218,11 +218,12 @@ def _check_name(config: TrainConfig) -> None:
 
 def _check_sizes(config: TrainConfig) -> None:
     train, plan = config.train, config.plan
-    pieces = plan.dp * plan.micro_batches
+    pieces = plan.num_shares * plan.micro_batches
     if train.global_batch_size < pieces:
+        shares = f"dp x micro_batches = {plan.dp} x" if plan.batch == "split" else "micro_batches ="
         raise ConfigError(
-            f"train.global_batch_size = {train.global_batch_size} under the plan '{plan}' (rule: at least dp x "
-            f"micro_batches = {plan.dp} x {plan.micro_batches} = {pieces} samples, one for each piece)",
+            f"train.global_batch_size = {train.global_batch_size} under the plan '{plan}' (rule: at least {shares} "
+            f"{plan.micro_batches} = {pieces} samples, one for each piece)",
             fix=f"--set train.global_batch_size={pieces}",
         )
     if train.eval_every and train.eval_batches == 0:

@@ -125,7 +125,7 @@ def _check_ready_made(dataset: Any, global_batch_size: int | None) -> None:
 
 def default_global_batch_size(plan: Plan) -> int:
     """Return the default number of samples in one step [count]."""
-    return (plan.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE) * plan.micro_batches * plan.dp
+    return (plan.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE) * plan.micro_batches * plan.num_shares
 
 
 class IndexedLoader:

@@ -54,12 +54,12 @@ def foresee_on_rank(config_json: str, plan_json: str) -> list[float]:
     build_model = make_build_model(config, starts=False)
     if plan.pp == 1:
         return [foresee_gradients(build_model(), plan.dp, plan.compress)]
-    num_samples = max(1, config.train.global_batch_size // plan.dp // plan.micro_batches)
+    num_samples = max(1, config.train.global_batch_size // plan.num_shares // plan.micro_batches)
     batch = example_batch(config, num_samples)
     if plan.mode == "model_parallel":
         sent = [foresee_moves(build_model, plan, batch)]
     else:
         sent = foresee_messages(build_model, plan, batch, make_loss(config))
     # Shares may be uneven: all samples are sent by somebody.
-    scale = config.train.global_batch_size / (num_samples * plan.dp * plan.micro_batches)
+    scale = config.train.global_batch_size / (num_samples * plan.num_shares * plan.micro_batches)
     return [scale * one for one in sent]

@@ -223,7 +223,12 @@ def threads_of(plan: Plan) -> int:
 
 def _cuts_the_batch(plan: Plan) -> bool:
     """Tell whether a plan takes the batch in parts."""
-    return plan.dp > 1 or plan.micro_batches > 1 or plan.micro_batch_size is not None or plan.mode == "data_parallel"
+    return (
+        plan.num_shares > 1
+        or plan.micro_batches > 1
+        or plan.micro_batch_size is not None
+        or plan.mode == "data_parallel"
+    )
 
 
 def _lazily(known: Described, cluster: ClusterSpec, *, top: int) -> Iterator[Plan]:

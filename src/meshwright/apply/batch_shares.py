@@ -1,0 +1,45 @@
+"""Shares of a global batch: which of the data-parallel ranks' samples a rank takes."""
+
+from __future__ import annotations
+
+from meshwright.comm.communicator import Communicator
+
+__all__: list[str] = []
+
+
+class BatchShares:
+    """What ranks take of each global batch: a share for each data-parallel rank, or all samples on every one."""
+
+    group: Communicator
+    """The data-parallel ranks, which exchange gradients however the batch is shared out."""
+
+    takes_whole_batch = False
+    """Whether each data-parallel rank takes all samples (``batch=whole``)."""
+
+    copies = 1
+    """Ranks that have the same share of the batch, since they share each layer [count]."""
+
+    @property
+    def num_shares(self) -> int:
+        """Shares of a global batch [count]."""
+        return 1 if self.takes_whole_batch else self.group.size
+
+    @property
+    def share(self) -> int:
+        """This rank's share, by its number."""
+        return 0 if self.takes_whole_batch else self.group.group_rank
+
+    @property
+    def batch_reasons(self) -> tuple[str, ...]:
+        """What is to be known of it, for people."""
+        if not self.takes_whole_batch:
+            return ()
+        return (
+            f"batch: each of the {self.group.size} dp ranks computes all samples of a batch (batch=whole): ZeRO saves memory, "
+            "and dp saves no time",
+        )
+
+    @property
+    def readers(self) -> int:
+        """Ranks that take each sample, over those that share each layer and those that take the whole batch [count]."""
+        return self.copies * (self.group.size // self.num_shares)
