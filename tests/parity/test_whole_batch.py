@@ -98,12 +98,15 @@ def test_ranks_with_other_batches_are_refused() -> None:
         assert "ranks [0, 1] take each batch whole" in outcome.error.message
 
 
+def test_a_parameter_beside_the_model_has_one_device_s_gradient() -> None:
+    for loss, gradient in testing.run_ranks(jobs.beside, 2, "dp=2,batch=whole"):
+        assert loss == pytest.approx(gradient, rel=FLOAT64)
+
+
 def test_gradients_that_ranks_do_not_weigh_are_refused() -> None:
     for outcome in testing.run_outcomes(jobs.train, 2, "OwnBackward", "dp=2,batch=whole", "squares"):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "runs backward() itself" in outcome.error.message
-    for outcome in testing.run_outcomes(jobs.beside, 2, "dp=2,batch=whole"):
-        assert isinstance(outcome.error, mw.ApplyError)
     for outcome in testing.run_outcomes(jobs.meeting, 2, "dp=2,batch=whole", "dp=2"):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "the same dp, tp and batch" in str(outcome.error.fix)

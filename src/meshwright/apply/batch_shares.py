@@ -42,4 +42,9 @@ class BatchShares:
     @property
     def readers(self) -> int:
         """Ranks that take each sample, over those that share each layer and those that take the whole batch [count]."""
-        return self.copies * (self.group.size // self.num_shares)
+        return self.copies * self.repeats
+
+    @property
+    def repeats(self) -> int:
+        """Ranks of the group that compute the same gradients, which are added up all the same [count]."""
+        return self.group.size // self.num_shares

@@ -66,7 +66,6 @@ class Agreement:
         held: Gives `requires_grad` by FQN of what this rank holds: ranks may hold different parameters.
         broken: Why this rank cannot take the step, or None.
         num_passes: Micro-batches of this rank, where all ranks must run as many as any; else None [count].
-        copies: Ranks of the group that add the same terms to the loss [count].
         readers: Ranks of the group that take each sample [count].
         sayings: Values that ranks must have alike; the same topics in the same order on every rank.
         on_difference: Called on every rank with the topics in which some ranks differ; it may exchange, repair, or raise.
@@ -90,7 +89,6 @@ class Agreement:
         held: Callable[[], dict[str, bool]],
         broken: ApplyError | None,
         num_passes: int | None = None,
-        copies: int = 1,
         readers: int = 1,
         sayings: Sequence[Saying] = (),
         on_difference: Callable[[list[str]], None] | None = None,
@@ -105,7 +103,7 @@ class Agreement:
         self._knows_first = knows_first
         self._topics = [saying.topic for saying in sayings]
         self._on_difference = on_difference
-        self._copies, self._readers = copies, readers
+        self._readers = readers
         self._device = device
         self._switched = switched
         self._broken = broken
@@ -184,7 +182,7 @@ class Agreement:
     @property
     def known_weight(self) -> float:
         """Weight of all micro-batches of all ranks if their losses are means."""
-        return self.wait()[0] / self._copies
+        return self.wait()[0] / self._readers
 
     @property
     def num_samples(self) -> int:

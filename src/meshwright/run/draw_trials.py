@@ -29,7 +29,9 @@ from meshwright.python_state import PythonState
 from meshwright.run.draw_orders import beside, draws_inside, few, following, in_order, of_unknown_order, orders, turned
 from meshwright.run.draw_parts import are_alike, are_parts
 from meshwright.run.losses.drawn import Tried, losses_of
-from meshwright.run.losses.trials import Evidence, TrialForward, TrialOutcome, join_samples
+from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
+from meshwright.run.losses.trial_parts import join_samples
+from meshwright.run.losses.trials import Evidence
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []

@@ -103,6 +103,11 @@ def foreign_error(parameter: nn.Parameter, plan: str) -> ApplyError:
     )
 
 
+def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield all nodes of the graph that tensors come from."""
+    return _walk(tensors, None)
+
+
 def _walk(tensors: Iterable[Tensor], marks: dict[int, ForwardMark] | None) -> Iterator[Any]:
     """Yield graph nodes; where `marks` is given, marked ones are put into it and not walked beyond."""
     seen: set[Any] = set()

@@ -170,7 +170,7 @@ class OwnBackward(Generic[LoopT]):
         return self._find_foreign(graph) or self._find_unlike(graph)
 
     def _find_foreign(self, graph: LossGraph) -> ApplyError | None:
-        if self._loop.engine.group.size == 1:
+        if not self._loop.is_over_several_batches:
             return None  # its gradient is the same on all ranks
         foreign = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]
         foreign = [leaf for leaf in foreign if not any(other.holds(leaf) for other in self.loops)]
@@ -246,6 +246,6 @@ class OwnBackward(Generic[LoopT]):
 
     def root(self) -> torch.Tensor:
         """Return the gradient from which this rank's backward starts."""
-        total = self._total / self._loop.engine.copies
+        total = self._total / self._loop.engine.readers
         share = self._weight / total if self._is_mean else 1.0 / total
         return torch.full_like(self._value, share)

@@ -276,7 +276,7 @@ class OwnLoop:
         """Exchange the gradients, and add those of earlier backwards."""
         engine = self.engine
         engine.end_own_backward()
-        engine.finish_gradients(1.0)
+        engine.finish_gradients(1.0 / engine.repeats)
         engine.end_own_exchange()
         engine.add_gradients(kept)
         self.stepper.gate.has_own_gradients = True

@@ -35,7 +35,8 @@ from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
 from meshwright.run.losses.drawn import learn_draws
 from meshwright.run.losses.loss import Loss, LossRule, LossTerm
-from meshwright.run.losses.settle import ModelWatch, settle_loss
+from meshwright.run.losses.model_watch import ModelWatch
+from meshwright.run.losses.settle import settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.optimizer_draws import OptimizerDraws
 from meshwright.run.own_draws import OwnDraws
@@ -294,7 +295,6 @@ class Stepper:
             switched=switched,
             broken=broken,
             num_passes=len(parts) if self.engine.needs_lockstep else None,
-            copies=self.engine.copies,
             readers=self.engine.readers,
             sayings=self.sentinels.sayings(batch, self.casts.dtype),
             on_difference=self.sentinels.explain,

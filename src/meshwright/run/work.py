@@ -61,7 +61,8 @@ class LossWork:
         self._on_phase = on_phase
         self._exchange: SumExchange | None = None
         self._looks_at_buffers = is_trained is not None and engine.looks_at_buffers(begins=True)
-        # Alone, backward is run from the mean.
+        # Alone, backward is run from the mean; so it is where each rank takes all samples at once.
+        self._is_at_once = engine.num_shares * engine.num_replicas == 1 and len(self.micro_batches) == 1
         self._is_alone = engine.everyone.size == 1 and len(self.micro_batches) == 1 and engine.num_replicas == 1
 
     @property
@@ -88,7 +89,7 @@ class LossWork:
         return term
 
     def root_of(self, term: LossTerm) -> Root | None:
-        return self._terms.root(term, self._agreement, alone=self._is_alone)
+        return self._terms.root(term, self._agreement, alone=self._is_at_once)
 
     @contextlib.contextmanager
     def around(self, index: int) -> Iterator[None]:
@@ -133,7 +134,8 @@ class LossWork:
             norm = self._engine.gradient_norm()
             return self.sums(terms), norm
         sums = self.sums(terms)
-        self._engine.finish_gradients(sums.gradient_scale)
+        rest = 1.0 / self._engine.repeats
+        self._engine.finish_gradients(rest if self._is_at_once or not sums.has_sums else sums.gradient_scale)
         self._terms.buffer_calls.end_step()  # a rank without samples sends its part of the gradients only now
         return sums, self._engine.gradient_norm()
 

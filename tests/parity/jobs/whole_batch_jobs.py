@@ -161,11 +161,14 @@ def apart(line: str) -> None:
     model.step(batch(rank))
 
 
-def beside(line: str) -> float:
-    """Run backward through a parameter that is in no model under a plan."""
+def beside(line: str) -> tuple[float, float]:
+    """Run backward through a parameter that is in no model under a plan; return loss and its gradient."""
     model = mw.apply_plan(functools.partial(build, "Contrast"), line, optimizer=sgd)
     other = nn.Parameter(torch.ones((), dtype=torch.float64))
-    return model.backward(model.loss(batch(0)).sum * other)
+    model.eval()
+    loss = model.backward(model(**batch(0))["loss"] * other)
+    assert other.grad is not None
+    return loss, other.grad.item()
 
 
 def meeting(line: str, other: str) -> float:

@@ -15,7 +15,7 @@ from meshwright.apply.state.undisturbed import GeneratorStates, undisturbed
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import Loss, LossRule
-from meshwright.run.losses.trials import second_sample
+from meshwright.run.losses.trial_parts import second_sample
 from meshwright.run.losses.weights import (
     Counted,
     find_uneven_labels,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.describe.batches import BatchSplitter
-from meshwright.run.losses.trials import join_samples, second_sample
+from meshwright.run.losses.trial_parts import join_samples, second_sample
 
 __all__: list[str] = []
 

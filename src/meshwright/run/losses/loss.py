@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +93,9 @@ class LossRule:
         """BatchNorm layers that normalise over all ranks' samples; None: over each rank's share."""
         self.reasons: tuple[str, ...] = ()
         """What is to be known of the loss, for people."""
+        self.changes: dict[str, None] = {}
+        """What loss_fn keeps that calls on trial have changed, for people."""
+        self._is_in_turn = False
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -143,15 +147,34 @@ class LossRule:
 
     def try_term(self, outputs: Any, batch: Any, weight: float) -> LossTerm:
         """Return the result of `term` on trial: state that loss_fn changes, such as a count of calls, is restored."""
-        if self._loss_fn is None:
+        if self._is_in_turn:
             return self.term(outputs, batch, weight)
+        with self._restored():
+            return self.term(outputs, batch, weight)
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Have calls on trial inside the context find what those before them have left; it is restored after the last one."""
+        with self._restored():
+            self._is_in_turn = True
+            try:
+                yield
+            finally:
+                self._is_in_turn = False
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        if self._loss_fn is None:
+            yield
+            return
         with without_function_modes(), without_dispatch_modes():
             self._outside = self._outside or Outside(None, [self._loss_fn])
             before = self._outside.take()
         try:
-            return self.term(outputs, batch, weight)
+            yield
         finally:
             with without_function_modes(), without_dispatch_modes():
+                self.changes |= dict.fromkeys(before.changed(by_value=True).values())
                 before.restore()
 
 

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import operator
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.modules.synced_norms import share_reason
-from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
+from meshwright.run.losses.trial_forward import DRAWS
 from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import own_generator_error, refusal_of
-from meshwright.run.losses.trials import DRAWS, Evidence, examine
+from meshwright.run.losses.trials import Evidence, Proofs, examine
 from meshwright.run.losses.weights import Counted, Guard
 from meshwright.trees import move_to, tensors_in
 
 __all__: list[str] = []
 
 _FEW = 2
-_NUMBERS = frozenset({int, float, bool, str})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OF_PLAIN = operator.itemgetter("training", *_HOOKS)
-_MAX_FORMS = 64
-"""Forms of batches after which they are taken to vary freely [count]."""
-_MAX_CHANGES = 16
-"""Changes of an attribute after which it is taken for a counter, and the model tried at each doubling alone [count]."""
 _ALIKE = 8.0
 """What fits this many times worse than the best is another thing [ratio]."""
 _FIX = (
@@ -76,12 +67,13 @@ def settle_loss(
     if parts:
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
     with engine.group.ledger.of_checks():
-        evidence = _look(rule, engine, splitter, parts)
-    seen = _seen_by_all(engine, evidence)
+        in_turn = (micro_batches or _FEW) > 1
+        evidence = look_at_share(rule, engine, splitter, parts, is_cut=is_cut, in_turn=in_turn)
+    seen = seen_by_all(engine, evidence)
     written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
     if written is not None and is_cut:
         raise written
-    decision = _decide(seen, is_given=rule.is_given)
+    decision = decide(seen, is_given=rule.is_given)
     if decision.error is not None and is_cut and rule.refuses:
         raise decision.error
     always_draws = is_cut and bool(seen) and all(evidence.obstacle == DRAWS for _, evidence in seen)
@@ -96,149 +88,46 @@ def settle_loss(
     return is_cut and rule.refuses
 
 
-class ModelWatch:
-    """Repeats the trials of the model on parts of a batch after a module or the form of batches has changed.
-
-    Ranks whose forward takes several of them do it together, where any of them has noticed a change.
-
-    Args:
-        rule: The loss.
-        engine: The strategy.
-        splitter: How batches are counted and cut.
-    """
-
-    def __init__(self, rule: LossRule, engine: Engine, splitter: BatchSplitter) -> None:
-        self._rule = rule
-        self._engine = engine
-        self._splitter = splitter
-        self._slots: list[tuple[dict[str, Any], list[str]]] = []
-        self._plain: list[dict[str, Any]] = []
-        self._sizes: list[int] = []
-        self._values: list[Any] = []
-        self._num_changes: Counter[int] = Counter()
-        self._forms: set[Any] = set()
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether a forward takes several ranks, so that none of them can try the model alone."""
-        engine = self._engine
-        return engine.needs_lockstep or engine.copies > 1
-
-    def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
-        """Return an error if the model now mixes the samples of this batch; only a changed model is tried."""
-        engine = self._engine
-        if self.is_joint or not self.has_changed(parts):
-            return None
-        evidence = _look(self._rule, engine, self._splitter, parts)
-        return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
-
-    def refuse_mixing(self, parts: Sequence[Any]) -> None:
-        """Try a model whose forward takes several ranks; every rank calls it.
-
-        Raises:
-            ApplyError: On every rank: the model, as it is now, mixes the samples of this batch.
-        """
-        engine = self._engine
-        with engine.group.ledger.of_checks():
-            seen = _seen_by_all(engine, _look(self._rule, engine, self._splitter, parts))
-        error = self._error_of(seen)
-        if error is not None:
-            raise error
-
-    def _error_of(self, seen: Sequence[tuple[int, Evidence]]) -> ApplyError | None:
-        written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
-        if written is not None or all(evidence.obstacle is not None for _, evidence in seen):
-            return written
-        error = _decide(seen, is_given=self._rule.is_given).error
-        return (
-            None if error is None else ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
-        )
-
-    def has_changed(self, parts: Sequence[Any]) -> bool:
-        """Tell whether a number, a flag, the mode or a hook of a module has changed since the last call, or the form of batches.
-
-        Args:
-            parts: This rank's micro-batches, perhaps none.
-        """
-        is_new = self._has_new_form(parts)
-        return self._module_has_changed() or is_new
-
-    def _has_new_form(self, parts: Sequence[Any]) -> bool:
-        """Tell whether a batch has other keys, flags or types than those before; sizes may vary freely."""
-        if not parts or len(self._forms) >= _MAX_FORMS:
-            return False
-        form = _form_of(parts[0])
-        is_new = bool(self._forms) and form not in self._forms
-        self._forms.add(form)
-        return is_new
-
-    def _module_has_changed(self) -> bool:
-        sizes = [len(own) for own, _ in self._slots]
-        if (is_first := not self._slots) or sizes != self._sizes:
-            left_out = OF_TORCH - set(_HOOKS)
-            own = [vars(child) for child in self._engine.module.modules() if not _is_plain(child)]
-            self._plain = [vars(child) for child in self._engine.module.modules() if _is_plain(child)]
-            self._slots = [(held, [name for name in held if name not in left_out]) for held in own] or [({}, [])]
-            self._sizes, self._values = [len(held) for held, _ in self._slots], self._read()
-            return not is_first
-        values, before = self._read(), self._values
-        if values == before:
-            return False
-        self._values = values
-        changed = [index for index, pair in enumerate(zip(values, before, strict=True)) if pair[0] != pair[1]]
-        self._num_changes.update(changed)
-        return any(_is_due(self._num_changes[index]) for index in changed)
-
-    def _read(self) -> list[Any]:
-        values = [own.get(name) for own, names in self._slots for name in names]
-        values += [value for own in self._plain for value in _OF_PLAIN(own)]
-        # Nearly all tables of hooks are empty: this runs in every step, and calls nothing for them.
-        return [
-            value if type(value) in _NUMBERS else _users_hooks(value) if type(value) is OrderedDict and value else None
-            for value in values
-        ]
-
-
-def _users_hooks(hooks: OrderedDict[Any, Any]) -> tuple[int, ...]:
-    """Return the numbers of the user's hooks in a table of them."""
-    return tuple(number for number, hook in hooks.items() if isinstance(number, int) and not isinstance(hook, OwnHook))
-
-
-def _form_of(batch: Any) -> Any:
-    """Return the keys, types and numbers of dims of a batch, and its flags."""
-    if isinstance(batch, torch.Tensor):
-        return batch.dtype, batch.dim()
-    if isinstance(batch, Mapping):
-        return tuple((key, _form_of(value)) for key, value in batch.items())
-    if isinstance(batch, (list, tuple)):
-        # A list of texts has one for each sample, and others in every batch.
-        return type(batch) if all(isinstance(item, str) for item in batch) else tuple(map(_form_of, batch))
-    return batch if isinstance(batch, (bool, str)) or batch is None else type(batch)
-
-
-def _is_due(num_changes: int) -> bool:
-    return num_changes <= _MAX_CHANGES or num_changes.bit_count() == 1
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.") and vars(module).keys() >= {"training", *_HOOKS}
-
-
 # -- the trials -----------------------------------------------------------------------------------------------------------
 
 
-def _look(rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any]) -> Evidence | None:
+class _Term:
+    """The loss on trial, computed where the outputs are."""
+
+    def __init__(self, rule: LossRule, device: torch.device) -> None:
+        self._rule, self._device = rule, device
+
+    def __call__(self, outputs: Any, batch: Any) -> LossTerm:
+        first = next(tensors_in(outputs), None)
+        if first is not None and first.device != self._device:
+            batch = move_to(batch, first.device)
+        return self._rule.try_term(outputs, batch, 1.0)
+
+    def in_turn(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which calls find what those before them have left."""
+        return self._rule.in_turn()
+
+
+def look_at_share(
+    rule: LossRule,
+    engine: Engine,
+    splitter: BatchSplitter,
+    parts: Sequence[Any],
+    *,
+    is_cut: bool = False,
+    in_turn: bool = False,
+) -> Evidence | None:
     """Return the evidence of this rank's share; None where it has no sample."""
     share = enough_samples(parts, splitter)
     module = _uncompiled(engine.module)
-
-    def term(outputs: Any, batch: Any) -> LossTerm:
-        first = next(tensors_in(outputs), None)
-        if first is not None and first.device != engine.device:
-            batch = move_to(batch, first.device)
-        return rule.try_term(outputs, batch, 1.0)
-
-    trials = None if share is None else examine(share, module, splitter, splits_by_row=splitter.splits_by_row)
+    term = _Term(rule, engine.device)
+    is_whole = (
+        not engine.is_prepared or engine.copies == 1
+    )  # each rank can run the model alone, or with others' parts of it
+    proofs = Proofs(are_wanted=is_cut and is_whole, in_turn=in_turn, changes=lambda: rule.changes)
+    trials = None
+    if share is not None:
+        trials = examine(share, module, splitter, splits_by_row=splitter.splits_by_row, proofs=proofs)
     is_noted = not engine.buffers_changed()
     if engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
         found = run_together(engine, module, trials, term)
@@ -266,7 +155,7 @@ class _Decision:
     error: ApplyError | None = None
 
 
-def _decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision:
+def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision:
     """Return what the loss counts by all ranks' evidence, which every rank has; so all decide alike."""
     able = [(rank, evidence) for rank, evidence in seen if evidence.obstacle is None]
     if not able:
@@ -274,6 +163,9 @@ def _decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decisio
         return _Decision(
             reasons=(f"loss: whether it is a mean over samples could not be tried out on the first batch: {why}",)
         )
+    apart = next(((rank, evidence.apart) for rank, evidence in able if evidence.apart), None)
+    if apart is not None:
+        return _Decision(error=_apart_error(*apart))
     if any(evidence.is_sum for _, evidence in able):
         return _Decision()
     tolerance = max(evidence.tolerance for _, evidence in able)
@@ -353,6 +245,13 @@ def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyEr
     )
 
 
+def _apart_error(rank: int, why: str) -> ApplyError:
+    return ApplyError(
+        f"{why} (rank {rank}), so that the parts which this plan takes do not give one device's gradients",
+        fix=f"leave the batch whole: {WHOLE_BATCH}; or have such code treat each sample by itself, and loss_fn return the mean",
+    )
+
+
 def _class_weights(rank: int) -> ApplyError:
     return ApplyError(
         f"the loss is a cross-entropy with weights of its classes (rank {rank}), which torch divides by the sum of the "
@@ -367,7 +266,7 @@ _LARGEST = 1e300
 """What stands for infinity, which JSON does not have."""
 
 
-def _seen_by_all(engine: Engine, evidence: Evidence | None) -> list[tuple[int, Evidence]]:
+def seen_by_all(engine: Engine, evidence: Evidence | None) -> list[tuple[int, Evidence]]:
     """Return (rank, evidence) of the ranks that have any; every rank calls it."""
     told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
     return [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]

@@ -125,7 +125,7 @@ class LossTerms:
         Under tp alone all ranks compute the same loss; of a pipeline the last stage alone does.
         """
         engine = self._engine
-        is_apart = engine.group.size > 1 or (engine.everyone.size > 1 and not engine.takes_own_loops)
+        is_apart = engine.num_shares > 1 or (engine.everyone.size > 1 and not engine.takes_own_loops)
         if is_apart and self.watch.failure is None:
             # Not the module's own list: under ZeRO-3 a look into it gathers everything.
             foreign = foreign_parameters(value, engine.parameters)

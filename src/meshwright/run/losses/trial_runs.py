@@ -17,12 +17,15 @@ from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import call_model
 from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.trials import RAISED, Evidence, TrialForward, TrialOutcome, run_trial
+from meshwright.run.losses.trial_forward import RAISED, TrialForward, TrialOutcome, run_trial
+from meshwright.run.losses.trials import Evidence
 
 __all__: list[str] = []
 
 _Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence] | None
 _Term = Callable[[Any, Any], LossTerm]
+_MOST_WHOLE_BYTES = 2**31
+"""Of parameters that each rank takes whole for a trial with gradients, where it has parts of them [bytes]."""
 
 
 def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
@@ -101,20 +104,62 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
     kept = assigned_parameters(module) if engine.holds_parts else None
     run = run_trial if engine.copies > 1 else functools.partial(_run_kept, only=kept)
     while True:
-        most = max(engine.everyone.all_gather_json(len(wanted), device=engine.device))
+        own = [sum(trial.num_forwards for trial in wanted), any(trial.slopes for trial in wanted)]
+        told = engine.everyone.all_gather_json(own, device=engine.device)
+        most = max(num for num, _ in told)
         if most == 0:
             return found
+        if any(slopes for _, slopes in told):  # with whole parameters each rank runs them alone, while others wait
+            outcomes = _run_whole(engine, module, wanted if own[1] else [], term)
+            wanted, found = _sent(trials, wanted, outcomes, found) if own[1] else (wanted, found)
+            continue
         with torch.no_grad(), engine.trying():
-            outcomes = [run(module, engine.device, trial, engine.try_forward, term) for trial in wanted]
-            for _ in range(most - len(wanted)):
+            forward = _Counted(engine.try_forward)
+            outcomes = []
+            for trial in wanted:
+                due = forward.num + trial.num_forwards
+                outcomes.append(run(module, engine.device, trial, forward, term))
+                for _ in range(due - forward.num):  # its first one has raised
+                    engine.idle_pass()
+            for _ in range(most - own[0]):
                 engine.idle_pass()
         for group in engine.forward_groups:
             outcomes = _told_by_any(outcomes, group, engine.device)
-        if trials is not None and wanted:
-            try:
-                wanted = trials.send(outcomes)
-            except StopIteration as end:
-                found, wanted = end.value, []
+        wanted, found = _sent(trials, wanted, outcomes, found)
+
+
+def _sent(
+    trials: _Trials, wanted: list[TrialForward], outcomes: list[TrialOutcome], found: Evidence | None
+) -> tuple[list[TrialForward], Evidence | None]:
+    """Return the trials that come next, and what the last ones have shown."""
+    if trials is None or not wanted:
+        return wanted, found
+    try:
+        return trials.send(outcomes), found
+    except StopIteration as end:
+        return [], end.value
+
+
+class _Counted:
+    """A forward that counts its calls."""
+
+    def __init__(self, forward: Callable[[Any], Any]) -> None:
+        self._forward = forward
+        self.num = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.num += 1
+        return self._forward(batch)
+
+
+def _run_whole(engine: Engine, module: nn.Module, wanted: Sequence[TrialForward], term: _Term) -> list[TrialOutcome]:
+    """Run trials with gradients on this rank alone, with every parameter whole; every rank calls it."""
+    size = sum(math.prod(part.full_shape) * part.tensor.element_size() for part in engine.held_state())
+    if max(engine.everyone.all_gather_json(size, device=engine.device)) > _MOST_WHOLE_BYTES:
+        return [TrialOutcome(obstacle="parameters are too large to be whole on each rank") for _ in wanted]
+    forward = functools.partial(call_model, module)
+    with engine.whole_parameters(), engine.switch.whole():
+        return [_run_kept(module, engine.device, trial, forward, term) for trial in wanted]
 
 
 def _told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torch.device) -> list[TrialOutcome]:

@@ -17,21 +17,29 @@ from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
+_OWN_SLOPES: dict[Any, str] = {
+    Tensor.register_hook: "a hook on a tensor (register_hook)",
+    torch.autograd.grad: "torch.autograd.grad",
+}
 _READS = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist)
 
 
 class TrialWatch(TorchFunctionMode):
-    """Records labels that cross-entropies ignore, class weights, and reads of values by Python."""
+    """Records labels that cross-entropies ignore, class weights, reads of values by Python, and gradients of code's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ignored: list[int] = []
         self.has_class_weights = False
         self.branches = False
+        self.own_slopes = ""
+        """What code has done about gradients by itself, for people; "" for nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.branches |= func in _READS
+        if func in _OWN_SLOPES and not self.own_slopes:
+            self.own_slopes = _OWN_SLOPES[func]
         if func in (F.cross_entropy, F.nll_loss):
             self.ignored.append(int(kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED_LABEL)))
             weight = kwargs.get("weight", args[2] if len(args) > 2 else None)

@@ -7,24 +7,20 @@ is tried in eval mode.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import math
-import sys
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshwright.apply.modules.copies import own_copy
-from meshwright.apply.state.outside import Outside
-from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, draw_ahead, undisturbed
 from meshwright.describe.batches import BatchSplitter, split_samples
-from meshwright.run.losses.loss import LossTerm
-from meshwright.run.losses.trial_watch import TrialWatch, term_with_slopes
-from meshwright.run.losses.trial_writes import OwnBackwardError, find_dependent
+from meshwright.run.losses.proofs import Tried, try_all
+from meshwright.run.losses.trial_forward import DRAWS, RAISED, TrialForward, TrialOutcome
+from meshwright.run.losses.trial_parts import gap_of, turn
+from meshwright.run.losses.trial_writes import find_dependent
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, is_decoded, label_paths, replace_at, tensor_at
 from meshwright.trees import map_tensors, tensors_in
 
@@ -41,56 +37,6 @@ _ROUNDINGS = 32.0
 """How many times the difference that another order of the samples makes is tolerated [ratio]."""
 _LOW_PARAMETERS = 5e-3
 """For a model in less than float32, or one whose matrix products are rounded to TF32 [fraction]."""
-
-
-class DrawsOfTrial(Protocol):
-    """Random numbers of one trial (`run/global_draws.py`)."""
-
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of the forward."""
-        ...
-
-    def take(self, outputs: Any) -> None:
-        """Take the model's outputs."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrialForward:
-    """One forward to run."""
-
-    batch: Any
-    evaluates: bool
-    """Whether in eval mode; else in the mode that the model is in."""
-    counts: tuple[int, ...] = ()
-    """Rows of the outputs to take the loss of, each beside the same rows of the batch, instead of the loss of all."""
-    draws: DrawsOfTrial | None = None
-    """By which its random numbers are drawn by place, in training mode; None: as torch does."""
-    ahead: int | None = None
-    """Numbers that each generator draws before it, where random numbers do not decide the loss; None: they may [count]."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrialOutcome:
-    """Result of a trial."""
-
-    value: float = math.nan
-    weight: float | None = None
-    """The weight of a Loss; None for a mean."""
-    dtype: torch.dtype = torch.float64
-    ignored: tuple[int, ...] = ()
-    """Labels that the cross-entropies in it ignored."""
-    has_class_weights: bool = False
-    branches: bool = False
-    """Whether Python read a value of a tensor."""
-    parts: tuple[float, ...] = ()
-    """The losses of the trial's rows."""
-    obstacle: str | None = None
-    """Why nothing can be concluded from it."""
-    written: tuple[tuple[str, Tensor], ...] = ()
-    """Parameters that the forward has set, by FQN; they are put back."""
-    own_generator: str = ""
-    """The place of a generator of the model's own that has drawn."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -116,113 +62,29 @@ class Evidence:
     """Whether the model's forward reads values of its batch in Python, so that another batch may take another way."""
     own_generator: str = ""
     """The place of a generator of the model's own that draws in its forward."""
+    apart: str = ""
+    """Why gradients, or later batches, are not what parts give, though the loss is."""
     culprit: str = "loss"
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
 
-RAISED = "it raised"
-"""How the obstacle of a trial begins whose code has raised."""
-
-DRAWS = "it draws random numbers"
-"""The obstacle of a trial in which a generator has moved."""
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def run_trial(
-    module: nn.Module,
-    device: torch.device,
-    trial: TrialForward,
-    forward: Callable[[Any], Any],
-    term: Callable[[Any, Any], LossTerm],
-    *,
-    has_graph: bool = False,
-) -> TrialOutcome:
-    """Return the results of a forward and its loss; an exception in them is an obstacle, and all state is restored.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Proofs:
+    """What is tried beside the loss.
 
     Args:
-        module: The model.
-        device: Its device.
-        trial: The trial.
-        forward: batch -> outputs.
-        term: (outputs, batch) -> loss.
-        has_graph: Whether code may take gradients inside.
+        are_wanted: Whether anything is.
+        in_turn: Whether a rank takes its share in several parts, one after the other.
+        changes: Gives what loss_fn has changed on trial, for people.
     """
-    batch = own_copy(trial.batch)  # the next trial, and the step, take what this one's code may write into
-    with undisturbed(module, device):
-        if trial.evaluates:
-            module.eval()
-        elif trial.draws is not None:
-            module.train()
-        normalises = any(
-            isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in module.modules()
-        )
-        draw_ahead(device, trial.ahead or 0)
-        generators, versions, watch = GeneratorStates(device), buffer_versions(module), TrialWatch()
-        own = Outside.of(module).generator_states()
-        try:
-            with (
-                warnings.catch_warnings(action="ignore"),
-                _eagerly(),
-                watch,
-                torch.set_grad_enabled(has_graph),
-                torch.autocast(device.type, enabled=False),
-                contextlib.nullcontext() if trial.draws is None else trial.draws.running(),
-            ):
-                outputs = forward(batch)
-                if trial.draws is not None:
-                    trial.draws.take(outputs)
-                branches = watch.branches
-                if trial.counts:
-                    rows = zip(_rows(outputs, trial.counts), split_samples(batch, trial.counts), strict=True)
-                    return TrialOutcome(parts=tuple(float(term_with_slopes(term, *pair).value) for pair in rows))
-                found = term_with_slopes(term, outputs, batch)
-            value, weight = float(found.value), None if found.is_mean else float(found.weight)
-        except OwnBackwardError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the user's code: what it raises here it raises in the step, too
-            return TrialOutcome(obstacle=f"{RAISED} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        obstacle = None
-        if normalises:
-            obstacle = "it normalises with statistics of the batch"
-        elif trial.ahead is None and generators.have_moved():
-            obstacle = DRAWS
-        elif buffer_versions(module) != versions:
-            obstacle = "it writes into its buffers"
-        return TrialOutcome(
-            value,
-            weight,
-            found.value.dtype,
-            tuple(dict.fromkeys(watch.ignored)),
-            watch.has_class_weights,
-            branches,
-            obstacle=obstacle,
-            own_generator=next(
-                (a[0] for a, b in zip(own, Outside.of(module).generator_states(), strict=False) if a != b), ""
-            ),
-        )
 
-
-def _rows(outputs: Any, counts: Sequence[int]) -> Iterator[Any]:
-    """Yield the outputs of each part; those without one row for each sample are the same in all of them."""
-    start = 0
-    for count in counts:
-        stop = start + count
-
-        def cut(tensor: Tensor, start: int = start, stop: int = stop) -> Tensor:
-            return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == sum(counts) else tensor
-
-        yield map_tensors(outputs, cut)
-        start = stop
-
-
-def _eagerly() -> contextlib.AbstractContextManager[Any]:
-    # Other batch sizes would make torch.compile compile again; importing it takes seconds.
-    is_there = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if is_there else contextlib.nullcontext()
+    are_wanted: bool = False
+    in_turn: bool = False
+    changes: Callable[[], Iterable[str]] = tuple
 
 
 def examine(
-    share: Any, module: nn.Module, splitter: BatchSplitter, *, splits_by_row: bool
+    share: Any, module: nn.Module, splitter: BatchSplitter, *, splits_by_row: bool, proofs: Proofs | None = None
 ) -> Generator[list[TrialForward], list[TrialOutcome], Evidence]:
     """Yield trials, receive their outcomes, and return the evidence.
 
@@ -231,16 +93,15 @@ def examine(
         module: The model, for the dtypes that it computes in.
         splitter: Counts and cuts batches.
         splits_by_row: Whether dim 0 is the sample in every tensor.
+        proofs: What is tried beside the loss.
     """
     parts = splitter.cut(share, min(NUM_PARTS, splitter.count(share)))
     whole, like, end = yield from _try_whole(share, parts)
     if end is not None:
         return end
     num_samples = splitter.count(share)
-    turned = (
-        (yield [dataclasses.replace(like, batch=map_tensors(share, _turn))])[0].value if splits_by_row else math.nan
-    )
-    noise = _gap(whole.value, [turned], [1.0])
+    turned = (yield [dataclasses.replace(like, batch=map_tensors(share, turn))])[0].value if splits_by_row else math.nan
+    noise = gap_of(whole.value, [turned], [1.0])
     if len(parts) < 2:
         return Evidence(obstacle="split= does not cut the first batch")
     outcomes = yield [dataclasses.replace(like, batch=part) for part in parts]
@@ -252,12 +113,16 @@ def examine(
         is_sum=whole.weight is not None,
         tolerance=_tolerance(module, whole.dtype, share, noise),
         numbers=_describe(whole, outcomes, counts),
-        is_total=_gap(whole.value, [o.value for o in outcomes], [1.0] * len(parts), divide=False) < _LOW_PARAMETERS,
+        is_total=gap_of(whole.value, [o.value for o in outcomes], [1.0] * len(parts), divide=False) < _LOW_PARAMETERS,
         has_class_weights=whole.has_class_weights,
         branches=whole.branches,
         own_generator=whole.own_generator,
     )
+    prove = functools.partial(
+        _prove, found, proofs or Proofs(), Tried(like, whole, parts, counts, outcomes, found.tolerance)
+    )
     if found.is_sum:
+        yield from prove()
         return found
     paths = label_paths(share, num_samples) if splits_by_row else []
     ignored = whole.ignored or (IGNORED_LABEL,)
@@ -283,13 +148,31 @@ def examine(
         (counted, _fit(whole, outcomes, parts, counted, splitter), [gaps[index] for gaps in variants])
         for index, counted in enumerate(candidates)
     ]
-    if splits_by_row and all(gap > found.tolerance for _, gap, _ in found.gaps):
+    best, gap, _ = min(found.gaps, key=lambda row: row[1])
+    if gap <= found.tolerance:
+        yield from prove([best.weigh(part, splitter) for part in parts])
+    elif splits_by_row:
         rows = (yield [dataclasses.replace(like, counts=tuple(counts))])[0].parts
-        alike = [_gap(whole.value, rows, [counted.weigh(p, splitter) for p in parts]) for counted in candidates if rows]
+        alike = [
+            gap_of(whole.value, rows, [counted.weigh(p, splitter) for p in parts]) for counted in candidates if rows
+        ]
         # A loss that the model computed itself is the same number whatever rows are taken.
         if alike and min(alike) <= found.tolerance and set(rows) != {whole.value}:
             found.culprit = "branches" if whole.branches else "model"
     return found
+
+
+def _prove(
+    found: Evidence, proofs: Proofs, tried: Tried, weights: Sequence[float] | None = None
+) -> Generator[list[TrialForward], list[TrialOutcome], None]:
+    """Try what the loss does not show, and note why parts do not give it."""
+    if not proofs.are_wanted:
+        return
+    sums = [outcome.weight or 0.0 for outcome in tried.outcomes]
+    tried = dataclasses.replace(tried, weights=sums if weights is None else weights)
+    if not sum(tried.weights):
+        return
+    found.apart = yield from try_all(tried, list(proofs.changes()), in_turn=proofs.in_turn)
 
 
 def _try_whole(
@@ -311,7 +194,7 @@ def _try_whole(
             # A detector gives no terms of a loss in eval mode; what it draws may be a choice of one.
             like = TrialForward(share, False, ahead=0)
             again = yield [dataclasses.replace(like, ahead=1), like]
-            if all(a.obstacle is None and _gap(a.value, [before.value], [1.0]) < _SAME for a in again):
+            if all(a.obstacle is None and gap_of(a.value, [before.value], [1.0]) < _SAME for a in again):
                 whole = again[1]
     if whole.obstacle == DRAWS and whole.weight is not None:
         return whole, like, Evidence(is_sum=True)  # it says itself what it counts
@@ -349,23 +232,7 @@ def _fit(
     counted: Counted,
     splitter: BatchSplitter,
 ) -> float:
-    return _gap(whole.value, [o.value for o in outcomes], [counted.weigh(part, splitter) for part in parts])
-
-
-def _gap(whole: float, values: Sequence[float], weights: Sequence[float], *, divide: bool = True) -> float:
-    """Return the relative distance of the parts' weighted mean (or sum) from the whole; infinite where it is not finite."""
-    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight > 0]
-    total = sum(weight for _, weight in pairs)
-    if not total:
-        return math.inf
-    together = sum(value * weight for value, weight in pairs) / (total if divide else 1.0)
-    scale = max([abs(whole), *(abs(value) for value, _ in pairs)])
-    gap = abs(together - whole) / scale if scale else 0.0
-    return gap if math.isfinite(gap) else math.inf
-
-
-def _turn(tensor: Tensor) -> Tensor:
-    return tensor.flip(0) if tensor.dim() > 0 else tensor
+    return gap_of(whole.value, [o.value for o in outcomes], [counted.weigh(part, splitter) for part in parts])
 
 
 def _tolerance(module: nn.Module, dtype: torch.dtype, share: Any, noise: float) -> float:
@@ -382,17 +249,3 @@ def _describe(whole: TrialOutcome, outcomes: Sequence[TrialOutcome], counts: Seq
     values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
     sizes = ", ".join(map(str, counts))
     return f"{whole.value:.6g} over {sum(counts)} samples of the first batch, and {values} over parts of {sizes}"
-
-
-def join_samples(samples: Sequence[Any]) -> Any:
-    """Return parts of a batch as one, in this order; None where their tensors do not fit."""
-    columns = list(zip(*(tensors_in(sample) for sample in samples), strict=False))
-    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in columns):
-        return None
-    joined = iter([torch.cat(column) if column[0].dim() > 0 else column[0] for column in columns])
-    return map_tensors(samples[0], lambda _: next(joined))
-
-
-def second_sample(sample: Any) -> Any:
-    """Return another sample made from one: its rows are rolled by one place, which changes no value."""
-    return map_tensors(sample, lambda t: torch.roll(t, 1, 1) if t.dim() > 1 else t)

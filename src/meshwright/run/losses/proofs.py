@@ -1,0 +1,127 @@
+"""Trials of what the loss of the first batch does not show: gradients of code's own, and what code keeps for the next batch.
+
+Each compares the whole with parts, as the trials of the loss do, and returns why parts do not give one device's numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from meshwright.errors import some_of
+from meshwright.run.losses.own_slopes import find_apart
+from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
+from meshwright.run.losses.trial_parts import gap_of, second_sample
+
+__all__: list[str] = []
+
+Trials = Generator[list[TrialForward], list[TrialOutcome], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tried:
+    """What the trials of the loss have shown.
+
+    Args:
+        like: The trial of the whole share, after which others are made.
+        whole: Its outcome.
+        parts: The share in parts.
+        weights: How much the mean of each part weighs; the weights of a Loss.
+        outcomes: Of the parts.
+        tolerance: By how much equal losses may differ [fraction].
+    """
+
+    like: TrialForward
+    whole: TrialOutcome
+    parts: Sequence[Any]
+    weights: Sequence[float]
+    outcomes: Sequence[TrialOutcome]
+    tolerance: float
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether losses are sums with weights."""
+        return self.whole.weight is not None
+
+    def gap(self, whole: TrialOutcome, outcomes: Sequence[TrialOutcome]) -> float:
+        """Return the relative distance of the parts' loss from the whole's."""
+        values, weights = [one.value for one in outcomes], list(self.weights)
+        if self.is_sum:
+            values = [one.value / one.weight if one.weight else 0.0 for one in outcomes]
+            weights = [one.weight or 0.0 for one in outcomes]
+        return gap_of(whole.value / (whole.weight or 1.0) if self.is_sum else whole.value, values, weights)
+
+
+def try_all(tried: Tried, changes: Sequence[str], *, in_turn: bool) -> Trials:
+    """Return why parts do not give one device's numbers, though their losses give the whole's; "" where they do.
+
+    Args:
+        tried: What the loss has shown.
+        changes: What code has changed, for people.
+        in_turn: Whether a rank takes its share in several parts, one after the other.
+    """
+    first = (yield [dataclasses.replace(tried.like, slopes=1.0)])[0]
+    why = yield from _try_slopes(tried, first)
+    if why:
+        return why
+    if first.own_slopes:
+        tried = dataclasses.replace(tried, like=dataclasses.replace(tried.like, slopes=1.0))
+    return (yield from _try_what_is_kept(tried, list(dict.fromkeys([*changes, *first.changes])), in_turn=in_turn))
+
+
+def _try_slopes(tried: Tried, first: TrialOutcome) -> Trials:
+    """Compare the gradients of parts with those of the whole, where code of its own is in backward."""
+    asks_for_graph = first.obstacle is None and gap_of(first.value, [tried.whole.value], [1.0]) > tried.tolerance
+    if first.obstacle is not None or not (first.own_slopes or asks_for_graph):
+        return ""
+    total = sum(tried.weights)
+    # As steps do: a mean weighs its part, and sums are divided by what all count in the end.
+    factors = [1.0 if tried.is_sum else weight / total for weight in tried.weights]
+    own = 1.0 / total if tried.is_sum else 1.0
+    runs = [dataclasses.replace(tried.like, slopes=own)]
+    runs += [
+        dataclasses.replace(tried.like, batch=part, slopes=factor)
+        for part, factor in zip(tried.parts, factors, strict=True)
+        if factor
+    ]
+    whole, *outcomes = yield runs
+    if any(outcome.obstacle is not None for outcome in (whole, *outcomes)):
+        return ""
+    if len(outcomes) == len(tried.weights) and tried.gap(whole, outcomes) > tried.tolerance:
+        values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
+        return f"with gradients enabled the loss is {whole.value:.6g} over the whole, and {values} over parts"
+    scale = 1.0 / total if tried.is_sum else 1.0
+    apart = find_apart(whole.slopes, [one.slopes for one in outcomes], scale, whole.dtype)
+    if apart is None:
+        return ""
+    name, difference = apart
+    return f"{first.own_slopes} changes gradients: that of '{name}' over parts differs from the whole's by {difference:.2g} of it"
+
+
+def _try_what_is_kept(tried: Tried, changes: Sequence[str], *, in_turn: bool) -> Trials:
+    """Compare the second of two batches in parts and whole, where code keeps something of the first."""
+    if not changes:
+        return ""
+    like = tried.like
+    batches = [like.batch, *tried.parts]
+    whole, *outcomes = yield [dataclasses.replace(like, batch=batch, then=second_sample(batch)) for batch in batches]
+    if any(outcome.obstacle is not None for outcome in (whole, *outcomes)):
+        return ""
+    kept = some_of(list(changes), 3)
+    if tried.gap(whole, outcomes) > tried.tolerance:
+        values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
+        return (
+            f"the model or its loss keeps something of one batch for the next ({kept}): the loss of a second batch is "
+            f"{whole.value:.6g} over the whole, and {values} over parts"
+        )
+    if not in_turn or len(tried.parts) < 2:
+        return ""
+    before, part = tried.parts[:2]
+    alone, after = yield [dataclasses.replace(like, batch=part), dataclasses.replace(like, batch=before, then=part)]
+    if alone.obstacle is None is after.obstacle and gap_of(alone.value, [after.value], [1.0]) > tried.tolerance:
+        return (
+            f"the model or its loss keeps something of one micro-batch for the next ({kept}): its loss is {after.value:.6g} "
+            f"there, and {alone.value:.6g} by itself"
+        )
+    return ""

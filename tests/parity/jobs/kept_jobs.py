@@ -1,0 +1,260 @@
+"""Models and losses whose backward is code of their own, or that keep something of one batch for the next; for ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshwright as mw
+
+NUM_SAMPLES, STEPS = 8, 4
+
+
+class _Function(torch.autograd.Function):
+    """A function that gives its input back; subclasses change the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+
+class Sign(_Function):
+    """The sign of each entry: not linear, and by each entry alone."""
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        del ctx
+        return slope.sign() * 0.01
+
+
+class Centre(_Function):
+    """The gradient less its mean over samples: linear, and not by each sample alone."""
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        del ctx
+        return slope - slope.mean(0, keepdim=True)
+
+
+class Base(nn.Module):
+    """A small model, whose subclasses do something between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.kept: Any = 0.0
+        self.history: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.change(torch.tanh(self.up(x)))
+        return self.down(h + torch.tanh(self.mid(h)))
+
+    def change(self, h: Tensor) -> Tensor:
+        """Do something with an activation."""
+        return h
+
+
+class ScaledSlopes(Base):
+    """A hook that divides a gradient by its norm over all samples."""
+
+    def change(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda slope: slope / (slope.norm() + 1e-6))
+        return h
+
+
+class CentredSlopes(Base):
+    """A function with a backward over all samples."""
+
+    def change(self, h: Tensor) -> Tensor:
+        return Centre.apply(h)
+
+
+class LayerHook(Base):
+    """A backward hook of a layer, by the largest entry of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid.register_full_backward_hook(lambda _, slopes, __: (slopes[0] / (slopes[0].abs().max() + 1e-6),))
+
+
+class WeightSlopes(Base):
+    """A function with a backward that is not linear, of a weight: it sees sums over samples."""
+
+    def change(self, h: Tensor) -> Tensor:
+        return F.linear(h, Sign.apply(self.mid.weight))
+
+
+class ClippedSlopes(Base):
+    """A hook that clips each entry: of each sample alone."""
+
+    def change(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda slope: slope.clamp(-0.01, 0.01))
+        return h
+
+
+class SignedSlopes(Base):
+    """A function of each sample's gradient alone."""
+
+    def change(self, h: Tensor) -> Tensor:
+        return Sign.apply(h)
+
+
+class KeptTensor(Base):
+    """An average in a tensor that is no buffer, which the next batch is scaled by."""
+
+    def change(self, h: Tensor) -> Tensor:
+        out = h * (1 + self.kept)
+        if self.training:
+            self.kept = 0.9 * self.kept + 0.1 * h.detach().mean()
+        return out
+
+
+class KeptNumbers(Base):
+    """A list of numbers, one for each batch."""
+
+    def change(self, h: Tensor) -> Tensor:
+        out = h * (1 + self.history[-1]) if self.history else h
+        self.history.append(float(h.detach().mean()))
+        return out
+
+
+class KeptSlope(Base):
+    """A number that a hook keeps in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid.register_full_backward_hook(self.note)
+
+    def note(self, layer: nn.Module, _: Any, slopes: Any) -> None:
+        """Keep the size of the gradient."""
+        del layer
+        self.kept = 0.9 * self.kept + 0.1 * float(slopes[0].norm())
+
+    def change(self, h: Tensor) -> Tensor:
+        return h * (1 + self.kept)
+
+
+class Rows(Base):
+    """The state of each sample, as of a recurrent model that is trained on pieces of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = None
+
+    def change(self, h: Tensor) -> Tensor:
+        h = h + 0.5 * (torch.zeros_like(h) if self.kept is None else self.kept)
+        self.kept = h.detach()
+        return h
+
+
+class Counted(Base):
+    """A number of calls that the next call is scaled by."""
+
+    def change(self, h: Tensor) -> Tensor:
+        self.kept += 1
+        return h / self.kept
+
+
+def pairs(outputs: Tensor, given: Any) -> Tensor:
+    """Return the mean of squared differences."""
+    return (outputs - given[1]).square().mean()
+
+
+def as_sum(outputs: Tensor, given: Any) -> mw.Loss:
+    """Return the same as a sum."""
+    return mw.Loss((outputs - given[1]).square().mean(1).sum(), len(outputs))
+
+
+def balanced(outputs: Tensor, given: Any) -> Tensor:
+    """Return two losses, each by the size of its gradient, which is there in training alone."""
+    terms = [(outputs[:, column] - given[1][:, column]).square().mean() for column in (0, 1)]
+    if not outputs.requires_grad:
+        return sum(terms)  # type: ignore[return-value]
+    sizes = [torch.autograd.grad(term, outputs, retain_graph=True)[0].norm().detach() for term in terms]
+    return terms[0] / sizes[0] + terms[1] / sizes[1]
+
+
+class Averaged:
+    """A loss by a running average of itself."""
+
+    def __init__(self) -> None:
+        self.average: Tensor | None = None
+
+    def __call__(self, outputs: Tensor, given: Any) -> Tensor:
+        loss = pairs(outputs, given)
+        now = loss.detach()
+        self.average = now if self.average is None else 0.9 * self.average + 0.1 * now
+        return loss / self.average
+
+
+class Centring(nn.Module):
+    """A loss with a centre of all outputs, as DINO's, in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, given: Any) -> Tensor:
+        loss = (outputs - given[1] - self.centre).square().mean()
+        self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(0)
+        return loss
+
+
+class Logging:
+    """A loss that keeps its values for people alone."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def __call__(self, outputs: Tensor, given: Any) -> Tensor:
+        loss = pairs(outputs, given)
+        self.values.append(loss.item())
+        return loss
+
+
+KINDS = {kind.__name__: kind for kind in Base.__subclasses__()} | {"Base": Base}
+LOSSES = {"pairs": lambda: pairs, "as_sum": lambda: as_sum, "balanced": lambda: balanced}
+LOSSES |= {"Averaged": Averaged, "Centring": Centring, "Logging": Logging}
+
+
+def build(kind: str) -> nn.Module:
+    """Return a model in float64."""
+    torch.manual_seed(0)
+    return KINDS[kind]().double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the global batch of a step."""
+    made = torch.Generator().manual_seed(step)
+    x = torch.randn(NUM_SAMPLES, 6, generator=made, dtype=torch.float64)
+    return x, torch.randn(NUM_SAMPLES, 3, generator=made, dtype=torch.float64)
+
+
+sgd = functools.partial(torch.optim.SGD, lr=0.3)
+
+
+def plainly(kind: str, loss: str) -> dict[str, Tensor]:
+    """Return the state after a plain loop."""
+    module, loss_fn = build(kind), LOSSES[loss]()
+    optimizer = sgd(module.parameters())
+    for step in range(STEPS):
+        found = loss_fn(module(batch(step)[0]), batch(step))
+        (found.sum / found.weight if isinstance(found, mw.Loss) else found).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+def train(kind: str, loss: str, line: str) -> dict[str, Tensor]:
+    """Train under a plan."""
+    model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=LOSSES[loss](), optimizer=sgd)
+    for step in range(STEPS):
+        model.step(mw.split_batch(batch(step), model))
+    return model.full_state_dict()
