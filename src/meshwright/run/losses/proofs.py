@@ -20,7 +20,7 @@ Trials = Generator[list[TrialForward], list[TrialOutcome], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tried:
+class TriedLoss:
     """What the trials of the loss have shown.
 
     Args:
@@ -53,7 +53,7 @@ class Tried:
         return gap_of(whole.value / (whole.weight or 1.0) if self.is_sum else whole.value, values, weights)
 
 
-def try_all(tried: Tried, changes: Sequence[str], *, in_turn: bool) -> Trials:
+def try_all(tried: TriedLoss, changes: Sequence[str], *, in_turn: bool) -> Trials:
     """Return why parts do not give one device's numbers, though their losses give the whole's; "" where they do.
 
     Args:
@@ -70,7 +70,7 @@ def try_all(tried: Tried, changes: Sequence[str], *, in_turn: bool) -> Trials:
     return (yield from _try_what_is_kept(tried, list(dict.fromkeys([*changes, *first.changes])), in_turn=in_turn))
 
 
-def _try_slopes(tried: Tried, first: TrialOutcome) -> Trials:
+def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
     """Compare the gradients of parts with those of the whole, where code of its own is in backward."""
     asks_for_graph = first.obstacle is None and gap_of(first.value, [tried.whole.value], [1.0]) > tried.tolerance
     if first.obstacle is not None or not (first.own_slopes or asks_for_graph):
@@ -99,7 +99,7 @@ def _try_slopes(tried: Tried, first: TrialOutcome) -> Trials:
     return f"{first.own_slopes} changes gradients: that of '{name}' over parts differs from the whole's by {difference:.2g} of it"
 
 
-def _try_what_is_kept(tried: Tried, changes: Sequence[str], *, in_turn: bool) -> Trials:
+def _try_what_is_kept(tried: TriedLoss, changes: Sequence[str], *, in_turn: bool) -> Trials:
     """Compare the second of two batches in parts and whole, where code keeps something of the first."""
     if not changes:
         return ""

@@ -114,7 +114,7 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
             wanted, found = _sent(trials, wanted, outcomes, found) if own[1] else (wanted, found)
             continue
         with torch.no_grad(), engine.trying():
-            forward = _Counted(engine.try_forward)
+            forward = _CountedForward(engine.try_forward)
             outcomes = []
             for trial in wanted:
                 due = forward.num + trial.num_forwards
@@ -140,7 +140,7 @@ def _sent(
         return [], end.value
 
 
-class _Counted:
+class _CountedForward:
     """A forward that counts its calls."""
 
     def __init__(self, forward: Callable[[Any], Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.batches import BatchSplitter, split_samples
-from meshwright.run.losses.proofs import Tried, try_all
+from meshwright.run.losses.proofs import TriedLoss, try_all
 from meshwright.run.losses.trial_forward import DRAWS, RAISED, TrialForward, TrialOutcome
 from meshwright.run.losses.trial_parts import gap_of, turn
 from meshwright.run.losses.trial_writes import find_dependent
@@ -119,7 +119,7 @@ def examine(
         own_generator=whole.own_generator,
     )
     prove = functools.partial(
-        _prove, found, proofs or Proofs(), Tried(like, whole, parts, counts, outcomes, found.tolerance)
+        _prove, found, proofs or Proofs(), TriedLoss(like, whole, parts, counts, outcomes, found.tolerance)
     )
     if found.is_sum:
         yield from prove()
@@ -163,7 +163,7 @@ def examine(
 
 
 def _prove(
-    found: Evidence, proofs: Proofs, tried: Tried, weights: Sequence[float] | None = None
+    found: Evidence, proofs: Proofs, tried: TriedLoss, weights: Sequence[float] | None = None
 ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
     """Try what the loss does not show, and note why parts do not give it."""
     if not proofs.are_wanted:
