@@ -34,25 +34,44 @@ def assert_equal(kind: str, loss: str, line: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=FLOAT64, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss", "says"),
-    [
-        ("ScaledSlopes", "pairs", "a hook on a tensor (register_hook) changes gradients"),
-        ("CentredSlopes", "pairs", "the autograd function Centre changes gradients"),
-        ("LayerHook", "pairs", "a backward hook of a module changes gradients"),
-        ("WeightSlopes", "pairs", "the autograd function Sign changes gradients"),
-        ("ClippedSlopes", "as_sum", "a hook on a tensor (register_hook) changes gradients"),
-        ("Base", "balanced", "with gradients enabled the loss is"),
-        ("KeptTensor", "pairs", "keeps something of one batch for the next (KeptTensor.kept)"),
-        ("KeptNumbers", "as_sum", "keeps something of one batch for the next (KeptNumbers.history)"),
-        ("KeptSlope", "pairs", "keeps something of one batch for the next (KeptSlope.kept)"),
-        ("Base", "Averaged", "keeps something of one batch for the next (Averaged)"),
-        ("Base", "Centring", "keeps something of one batch for the next (Centring.centre)"),
-    ],
-)
+SLOPES = [
+    ("ScaledSlopes", "pairs", "a hook on a tensor (register_hook) changes gradients"),
+    ("CentredSlopes", "pairs", "the autograd function Centre changes gradients"),
+    ("LayerHook", "pairs", "a backward hook of a module changes gradients"),
+    ("WeightSlopes", "pairs", "the autograd function Sign changes gradients"),
+    ("ClippedSlopes", "as_sum", "a hook on a tensor (register_hook) changes gradients"),
+    ("DroppedSlopes", "pairs", "a hook on a tensor (register_hook) changes gradients"),
+    ("Base", "balanced", "with gradients enabled the loss is"),
+]
+KEPT = [
+    ("KeptTensor", "pairs", "KeptTensor.kept"),
+    ("KeptNumbers", "as_sum", "KeptNumbers.history"),
+    ("KeptSlope", "pairs", "KeptSlope.kept"),
+    ("Base", "Averaged", "Averaged"),
+    ("Base", "Centring", "Centring.centre"),
+]
+
+
+# Losses and forwards of parts gave the whole's, and it trained other parameters without a word: 0.0004 to 0.4.
+@pytest.mark.parametrize(("kind", "loss", "says"), SLOPES)
 @pytest.mark.parametrize("line", PLANS)
-def test_what_parts_do_not_give_is_refused(line: str, kind: str, loss: str, says: str) -> None:
-    # Losses and forwards of parts gave the whole's, and it trained other parameters without a word: 0.0004 to 0.4.
+def test_gradients_that_parts_do_not_give_are_refused(line: str, kind: str, loss: str, says: str) -> None:
+    for error in errors(kind, loss, line):
+        assert isinstance(error, mw.ApplyError)
+        assert says in error.message
+        assert "batch=whole" in str(error.fix)
+
+
+@pytest.mark.parametrize(("kind", "loss", "what"), KEPT)
+@pytest.mark.parametrize("line", PLANS)
+def test_what_is_kept_of_a_share_is_refused_and_of_a_micro_batch_told(
+    line: str, kind: str, loss: str, what: str
+) -> None:
+    says = f"keeps something of one batch for the next ({what})"
+    if mw.Plan.parse(line).dp == 1:
+        for reasons in testing.run_ranks(jobs.told, mw.Plan.parse(line).num_ranks, kind, loss, line):
+            assert any(says in reason for reason in reasons)
+        return
     for error in errors(kind, loss, line):
         assert isinstance(error, mw.ApplyError)
         assert says in error.message
@@ -87,11 +106,3 @@ def test_with_the_batch_whole_it_is_one_device_s(line: str, kind: str, loss: str
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0"])
 def test_what_each_sample_has_for_itself_is_one_device_s(line: str, kind: str, loss: str) -> None:
     assert_equal(kind, loss, line)
-
-
-@pytest.mark.parametrize("kind", ["Rows", "Counted"])
-@pytest.mark.parametrize("line", ["single,micro_batches=2", "pp=2,micro_batches=2"])
-def test_what_one_micro_batch_leaves_to_the_next_is_refused(line: str, kind: str) -> None:
-    for error in errors(kind, "pairs", line):
-        assert isinstance(error, mw.ApplyError)
-        assert f"keeps something of one micro-batch for the next ({kind}.kept)" in error.message

@@ -23,6 +23,8 @@ optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout
 draw_trials     trials by which they are found
 draw_orders     orders of samples that they try
+draws_found     what the trials have shown on one rank
+draw_slopes     gradients of a batch beside those of its parts
 draw_parts      outputs of a batch beside those of its parts
 draws_of_work   random numbers of one step
 gate            refusal of optimizer steps that nothing was exchanged for

@@ -14,6 +14,8 @@ from meshwright.apply.randomness.sample_dims import find_dims
 __all__: list[str] = []
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_LOSS_TOLERANCE = 1e-3
+"""By how much the loss of the whole may differ from the mean of the parts' [fraction]."""
 _LOW_TOLERANCE = 5e-2
 """By how much outputs of parts may differ from the whole's: another mask changes them by far more [fraction]."""
 
@@ -23,6 +25,13 @@ class Ran(Protocol):
 
     num_samples: int
     outputs: list[Tensor]
+    loss: float
+
+
+def is_mean_of(whole: Ran, pieces: Sequence[Ran]) -> bool:
+    """Tell whether the loss of the whole is the mean over samples of that of pieces."""
+    total = sum(piece.loss * piece.num_samples for piece in pieces) / sum(piece.num_samples for piece in pieces)
+    return abs(total - whole.loss) <= _LOSS_TOLERANCE * abs(whole.loss)
 
 
 def are_parts(whole: Ran, pieces: Sequence[Ran]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,8 +28,10 @@ from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
 from meshwright.run.draw_orders import beside, draws_inside, few, following, in_order, of_unknown_order, orders, turned
-from meshwright.run.draw_parts import are_alike, are_parts
-from meshwright.run.losses.drawn import Tried, losses_of
+from meshwright.run.draw_parts import are_alike, are_parts, is_mean_of
+from meshwright.run.draw_slopes import try_drawn_slopes
+from meshwright.run.draws_found import DrawsFound
+from meshwright.run.losses.drawn import losses_of
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
 from meshwright.run.losses.trial_parts import join_samples
 from meshwright.run.losses.trials import Evidence
@@ -41,10 +44,9 @@ _FEW = 2
 """Samples by which a model that draws nothing is known [count]."""
 _NUM_CHANCES = 4
 """Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
-_LOSS_TOLERANCE = 1e-3
-"""By how much the loss of the whole may differ from the mean of the parts' [fraction]."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+Weigh = Callable[[Any], float] | None
 Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence]
 MakeStep = Callable[[Mapping[Call, SiteDims], int], contextlib.AbstractContextManager[StepDraws]]
 
@@ -92,6 +94,7 @@ class TrialDraws:
         self.is_unseen = False
         """Whether torch's generator has drawn, and no call was seen that did."""
         self.loss = math.nan
+        self.outcome = TrialOutcome()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -130,40 +133,6 @@ class TrialDraws:
         self.outputs = [tensor.detach() for tensor in tensors_in(outputs) if type(tensor) is Tensor]
 
 
-@dataclasses.dataclass
-class DrawsFound:
-    """What one rank's trials have shown."""
-
-    share: Any = None
-    """The batch that was tried."""
-    draws: bool = False
-    """Whether a forward draws."""
-    seeds: bool = False
-    """Whether a forward seeds torch's generator before it draws."""
-    is_proven: bool = True
-    """Whether parts gave the outputs of the whole."""
-    by_sample: bool = False
-    """Whether Python's or NumPy's generator may draw for each sample."""
-    uses_python: bool = False
-    """Whether Python's or NumPy's generator draws."""
-    uses_own: bool = False
-    """Whether a generator that the model's code keeps draws."""
-    is_unseen: bool = False
-    """Whether torch's generator draws where no call is seen."""
-    loose: list[str] = dataclasses.field(default_factory=list)
-    """Calls that a checkpoint repeats without the generator's state of their forward."""
-    unclear: list[str] = dataclasses.field(default_factory=list)
-    """Calls whose samples lie in an order that could not be tried."""
-    dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
-    notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
-    """What the whole drew."""
-    inside: dict[Call, Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    """Draws of each module during each call."""
-    outputs: list[Tensor] = dataclasses.field(default_factory=list)
-    """The outputs of the whole, with draws by place."""
-    losses: Tried = None
-
-
 class DrawTrials:
     """Trials of one rank's share.
 
@@ -173,6 +142,7 @@ class DrawTrials:
         make_step: Gives the context of a step that draws with these dims, and numbers that belong to a number.
         decides: Whether the model's code may decide by random numbers of Python or NumPy which calls it makes.
         with_graph: As for `TrialDraws`.
+        weigh: Gives the weight of a part's mean, where gradients of parts are to give the whole's; else None.
     """
 
     def __init__(
@@ -183,7 +153,9 @@ class DrawTrials:
         *,
         decides: bool = False,
         with_graph: bool = False,
+        weigh: Weigh = None,
     ) -> None:
+        self._weigh = weigh
         self._module = module
         self._splitter = splitter
         self._make_step = make_step
@@ -228,6 +200,9 @@ class DrawTrials:
         found.is_proven = yield from self._prove(found, placed, found.dims)
         loops = [call for call, dims in found.dims.items() if dims.loop]
         merged = yield from self._try_orders(found, placed, loops)
+        if found.is_proven and self._weigh is not None:
+            run = functools.partial(self._run, dims=found.dims)
+            found.apart = yield from try_drawn_slopes(run, share, placed, self._weigh)
         if found.is_proven:
             yield from self._look_for_unseen_rows(found, placed)
             yield from self._look_for_unseen_orders(found, merged, loops)
@@ -340,20 +315,29 @@ class DrawTrials:
         return Evidence()
 
     def _run(
-        self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], chance: int = 0
+        self,
+        batches: Sequence[tuple[Any, int]],
+        dims: Mapping[Call, SiteDims],
+        chance: int = 0,
+        factors: Sequence[float] = (),
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
+        with_graph = self._with_graph or bool(factors)
         draws = [
             TrialDraws(
                 *(self._module, self._make_step, first, self._splitter.count(batch)),
                 dims=dims,
                 chance=chance,
-                with_graph=self._with_graph,
+                with_graph=with_graph,
             )
             for batch, first in batches
         ]
-        outcomes = yield [TrialForward(batch, False, draws=own) for (batch, _), own in zip(batches, draws, strict=True)]
+        slopes = factors or [0.0] * len(batches)
+        outcomes = yield [
+            TrialForward(batch, False, draws=own, slopes=factor)
+            for (batch, _), own, factor in zip(batches, draws, slopes, strict=True)
+        ]
         for own, outcome in zip(draws, outcomes, strict=True):
-            own.loss = outcome.value
+            own.loss, own.outcome = outcome.value, outcome
         return draws
 
     def _prove(
@@ -362,7 +346,7 @@ class DrawTrials:
         whole = yield from self._run([(found.share, 0)], dims)
         pieces = yield from self._run(placed, dims)
         found.outputs = whole[0].outputs
-        if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not _is_mean(whole[0], pieces):
+        if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not is_mean_of(whole[0], pieces):
             return False
         mixes = any(own.kind == "randperm" and own.dim is not None for own in dims.values())
         is_proven = not mixes and are_parts(whole[0], pieces)  # samples in a drawn order may change nothing this time
@@ -387,9 +371,3 @@ def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:
         f"draw {n} of {called(name)}" for one in made for (name, n), note in one.notes.items() if note.is_loose
     ]
     return made
-
-
-def _is_mean(whole: TrialDraws, pieces: Sequence[TrialDraws]) -> bool:
-    """Tell whether the loss of the whole is the mean over samples of that of pieces."""
-    total = sum(piece.loss * piece.num_samples for piece in pieces) / sum(piece.num_samples for piece in pieces)
-    return abs(total - whole.loss) <= _LOSS_TOLERANCE * abs(whole.loss)

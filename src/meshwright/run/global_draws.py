@@ -27,7 +27,8 @@ from meshwright.apply.tensor.guards.part_guard import denials_kept
 from meshwright.describe.batches import BatchSplitter
 from meshwright.python_state import PythonState
 from meshwright.run.draw_parts import are_alike
-from meshwright.run.draw_trials import DrawsFound, DrawTrials, Trials
+from meshwright.run.draw_trials import DrawTrials, Trials, Weigh
+from meshwright.run.draws_found import DrawsFound
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 
@@ -114,6 +115,7 @@ class GlobalDraws:
         self._told: dict[str, None] = {}
         self._num_shared, self._has_shared = 0, False
         self.losses: list[Any] = []
+        self.apart = ""  # why gradients of parts of the first batch are not the whole's, on any rank
         self._python: bool | None = None
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
@@ -265,25 +267,26 @@ class GlobalDraws:
             text = f"{self._text_of('trial')}{chance or ''}"
             yield StepDraws(text, self.names, dims, inside=self._inside)
 
-    def _trials(self, splitter: BatchSplitter) -> DrawTrials:
+    def _trials(self, splitter: BatchSplitter, weigh: Weigh = None) -> DrawTrials:
         # Where forwards gather parameters, gradients would have each rank keep them for a backward.
         with_graph = not (self._engine.is_prepared and self._engine.needs_lockstep)
-        return DrawTrials(self.module, splitter, self._trial, decides=self._draws_by_python, with_graph=with_graph)
+        decides = self._draws_by_python
+        return DrawTrials(self.module, splitter, self._trial, decides=decides, with_graph=with_graph, weigh=weigh)
 
-    def learn(self, share: Any, splitter: BatchSplitter, term: Term) -> None:
+    def learn(self, share: Any, splitter: BatchSplitter, term: Term, weigh: Weigh = None) -> None:
         """Find the sample dims of all draws by trials of the first batch; every rank calls it.
 
         Args:
             share: At least two samples of this rank's share; None where it has none, or they cannot be cut.
             splitter: Counts and cuts batches.
             term: (outputs, batch) -> loss, which may draw, too.
+            weigh: As for `DrawTrials`.
         """
         if self._engine.is_prepared and len(self._sharers) > 1:
             self.leave_to_torch("the model was called before its first step, which has cut its layers")
             return
         watch_choices()
-        found = None if share is None else DrawsFound(share)
-        trials = self._trials(splitter)
+        found, trials = None if share is None else DrawsFound(share), self._trials(splitter, weigh)
         with self._engine.group.ledger.of_checks():
             self._run(None if found is None else trials.examine(found, finds_dims=not self.is_off), term)
             self._agree(found)
@@ -353,12 +356,14 @@ class GlobalDraws:
         own = None
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
-            beside = [found.losses, found.uses_own, found.is_unseen, found.unclear, found.loose[:1], found.uses_python]
+            loose, uses_python = found.loose[:1], found.uses_python
+            beside = [found.losses, found.apart, found.uses_own, found.is_unseen, found.unclear, loose, uses_python]
             own = [found.draws, found.is_proven, to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
         told = self._gather([self._why_torch, own])
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
         self.losses = [row[6].pop(0) for row in rows]
+        self.apart = next(filter(None, [row[6].pop(0) for row in rows]), "")
         self.has_draws = any(row[0] for row in rows) or not rows
         self.dims = of_all_ranks([from_rows(row[2]) for row in rows])
         self._inside.update({(name, number): counts for row in rows for name, number, counts in row[3]})

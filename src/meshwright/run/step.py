@@ -248,7 +248,7 @@ class Stepper:
         num_parts = None if self.micro_batch_size else self.micro_batches
         self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, micro_batches=num_parts)
         if self.draws is not None and not self.draws.is_known:
-            learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term)
+            learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term, is_cut=self._watch_loss.is_cut)
 
     def is_now_prepared(self) -> None:
         """Take note that the strategy has looked at a first batch."""

@@ -68,6 +68,16 @@ class ScaledSlopes(Base):
         return h
 
 
+class DroppedSlopes(Base):
+    """The same in training alone, behind dropout: trials in eval mode do not see it."""
+
+    def change(self, h: Tensor) -> Tensor:
+        h = F.dropout(h, 0.2, self.training)
+        if self.training and h.requires_grad:
+            h.register_hook(lambda slope: slope / (slope.norm() + 1e-6))
+        return h
+
+
 class CentredSlopes(Base):
     """A function with a backward over all samples."""
 
@@ -258,3 +268,11 @@ def train(kind: str, loss: str, line: str) -> dict[str, Tensor]:
     for step in range(STEPS):
         model.step(mw.split_batch(batch(step), model))
     return model.full_state_dict()
+
+
+def told(kind: str, loss: str, line: str) -> tuple[str, ...]:
+    """Train under a plan, and return what it tells."""
+    model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=LOSSES[loss](), optimizer=sgd)
+    for step in range(STEPS):
+        model.step(mw.split_batch(batch(step), model))
+    return model.plan.reasons

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.run.losses.settle import _form_of
+from meshwright.run.losses.model_watch import _form_of
 
 _X = torch.zeros(3, 2)
 

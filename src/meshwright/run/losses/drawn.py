@@ -14,6 +14,7 @@ from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossRule
+from meshwright.run.losses.trial_writes import apart_error
 
 __all__: list[str] = []
 
@@ -62,19 +63,24 @@ class LearnsDraws(Protocol):
     """What finds the sample dims of draws; see `meshwright.run.global_draws`."""
 
     losses: list[Tried]
+    apart: str
 
-    def learn(self, share: Any, splitter: Any, term: Any) -> None:
+    def learn(self, share: Any, splitter: Any, term: Any, weigh: Any = None) -> None:
         """Find them by trials of a share; every rank calls it."""
         ...
 
 
-def learn_draws(draws: LearnsDraws, rule: LossRule, parts: Sequence[Any], splitter: BatchSplitter, term: Any) -> None:
+def learn_draws(
+    draws: LearnsDraws, rule: LossRule, parts: Sequence[Any], splitter: BatchSplitter, term: Any, *, is_cut: bool
+) -> None:
     """Find the sample dims of draws, and judge a loss that could not be tried without them; every rank calls it.
 
     Raises:
-        ApplyError: On every rank: the loss is no mean over samples.
+        ApplyError: On every rank: the loss is no mean over samples, or gradients of parts do not give the whole's.
     """
-    draws.learn(enough_samples(parts, splitter), splitter, term)
+    draws.learn(enough_samples(parts, splitter), splitter, term, rule.known_weight if is_cut else None)
+    if draws.apart and is_cut:
+        raise apart_error(draws.apart)
     judge_drawn_loss(rule, draws.losses)
 
 

@@ -53,21 +53,22 @@ class TriedLoss:
         return gap_of(whole.value / (whole.weight or 1.0) if self.is_sum else whole.value, values, weights)
 
 
-def try_all(tried: TriedLoss, changes: Sequence[str], *, in_turn: bool) -> Trials:
-    """Return why parts do not give one device's numbers, though their losses give the whole's; "" where they do.
+def try_all(
+    tried: TriedLoss, changes: Sequence[str]
+) -> Generator[list[TrialForward], list[TrialOutcome], tuple[str, str]]:
+    """Return why gradients of parts do not give the whole's, and why later batches do not; "" where they do.
 
     Args:
         tried: What the loss has shown.
         changes: What code has changed, for people.
-        in_turn: Whether a rank takes its share in several parts, one after the other.
     """
     first = (yield [dataclasses.replace(tried.like, slopes=1.0)])[0]
     why = yield from _try_slopes(tried, first)
     if why:
-        return why
+        return why, ""
     if first.own_slopes:
         tried = dataclasses.replace(tried, like=dataclasses.replace(tried.like, slopes=1.0))
-    return (yield from _try_what_is_kept(tried, list(dict.fromkeys([*changes, *first.changes])), in_turn=in_turn))
+    return "", (yield from _try_what_is_kept(tried, list(dict.fromkeys([*changes, *first.changes]))))
 
 
 def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
@@ -95,11 +96,15 @@ def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
     apart = find_apart(whole.slopes, [one.slopes for one in outcomes], scale, whole.dtype)
     if apart is None:
         return ""
-    name, difference = apart
-    return f"{first.own_slopes} changes gradients: that of '{name}' over parts differs from the whole's by {difference:.2g} of it"
+    return apart_text(first.own_slopes, *apart)
 
 
-def _try_what_is_kept(tried: TriedLoss, changes: Sequence[str], *, in_turn: bool) -> Trials:
+def apart_text(what: str, name: str, difference: float) -> str:
+    """Return why gradients of parts are not the whole's, for people."""
+    return f"{what} changes gradients: that of '{name}' over parts differs from the whole's by {difference:.2g} of it"
+
+
+def _try_what_is_kept(tried: TriedLoss, changes: Sequence[str]) -> Trials:
     """Compare the second of two batches in parts and whole, where code keeps something of the first."""
     if not changes:
         return ""
@@ -114,14 +119,5 @@ def _try_what_is_kept(tried: TriedLoss, changes: Sequence[str], *, in_turn: bool
         return (
             f"the model or its loss keeps something of one batch for the next ({kept}): the loss of a second batch is "
             f"{whole.value:.6g} over the whole, and {values} over parts"
-        )
-    if not in_turn or len(tried.parts) < 2:
-        return ""
-    before, part = tried.parts[:2]
-    alone, after = yield [dataclasses.replace(like, batch=part), dataclasses.replace(like, batch=before, then=part)]
-    if alone.obstacle is None is after.obstacle and gap_of(alone.value, [after.value], [1.0]) > tried.tolerance:
-        return (
-            f"the model or its loss keeps something of one micro-batch for the next ({kept}): its loss is {after.value:.6g} "
-            f"there, and {alone.value:.6g} by itself"
         )
     return ""

@@ -19,7 +19,7 @@ from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
 from meshwright.run.losses.trial_forward import DRAWS
 from meshwright.run.losses.trial_runs import run_alone, run_together
-from meshwright.run.losses.trial_writes import own_generator_error, refusal_of
+from meshwright.run.losses.trial_writes import apart_error, own_generator_error, refusal_of
 from meshwright.run.losses.trials import Evidence, Proofs, examine
 from meshwright.run.losses.weights import Counted, Guard
 from meshwright.trees import move_to, tensors_in
@@ -67,8 +67,7 @@ def settle_loss(
     if parts:
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
     with engine.group.ledger.of_checks():
-        in_turn = (micro_batches or _FEW) > 1
-        evidence = look_at_share(rule, engine, splitter, parts, is_cut=is_cut, in_turn=in_turn)
+        evidence = look_at_share(rule, engine, splitter, parts, is_cut=is_cut)
     seen = seen_by_all(engine, evidence)
     written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
     if written is not None and is_cut:
@@ -76,9 +75,14 @@ def settle_loss(
     decision = decide(seen, is_given=rule.is_given)
     if decision.error is not None and is_cut and rule.refuses:
         raise decision.error
+    kept = next((f"{evidence.kept} (rank {rank})" for rank, evidence in seen if evidence.kept), "")
+    if kept and is_cut and rule.refuses and engine.num_shares * engine.num_replicas > 1:
+        raise apart_error(kept)
     always_draws = is_cut and bool(seen) and all(evidence.obstacle == DRAWS for _, evidence in seen)
     rule.untried = decision.reasons[0] if always_draws else ""
     reasons = (*decision.reasons, *([str(decision.error)] if decision.error is not None else []))  # with its fix
+    if kept:  # as a plain loop over micro-batches has it, which is not one device's
+        reasons = (*reasons, f"loss: {kept}")
     if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
         reasons = (*reasons, _BRANCHES)
     of_shares = share_reason(engine.module) if is_cut and rule.norms is None else None
@@ -115,7 +119,6 @@ def look_at_share(
     parts: Sequence[Any],
     *,
     is_cut: bool = False,
-    in_turn: bool = False,
 ) -> Evidence | None:
     """Return the evidence of this rank's share; None where it has no sample."""
     share = enough_samples(parts, splitter)
@@ -124,7 +127,7 @@ def look_at_share(
     is_whole = (
         not engine.is_prepared or engine.copies == 1
     )  # each rank can run the model alone, or with others' parts of it
-    proofs = Proofs(are_wanted=is_cut and is_whole, in_turn=in_turn, changes=lambda: rule.changes)
+    proofs = Proofs(are_wanted=is_cut and is_whole, changes=lambda: rule.changes)
     trials = None
     if share is not None:
         trials = examine(share, module, splitter, splits_by_row=splitter.splits_by_row, proofs=proofs)
@@ -165,7 +168,7 @@ def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision
         )
     apart = next(((rank, evidence.apart) for rank, evidence in able if evidence.apart), None)
     if apart is not None:
-        return _Decision(error=_apart_error(*apart))
+        return _Decision(error=apart_error(f"{apart[1]} (rank {apart[0]})"))
     if any(evidence.is_sum for _, evidence in able):
         return _Decision()
     tolerance = max(evidence.tolerance for _, evidence in able)
@@ -242,13 +245,6 @@ def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyEr
         f"{whose} is not a mean over samples: it is {evidence.numbers} (rank {rank}), so that the parts which this plan "
         "takes do not give one device's loss",
         fix=_FIX if is_given else f"pass loss_fn=: {_FIX}",
-    )
-
-
-def _apart_error(rank: int, why: str) -> ApplyError:
-    return ApplyError(
-        f"{why} (rank {rank}), so that the parts which this plan takes do not give one device's gradients",
-        fix=f"leave the batch whole: {WHOLE_BATCH}; or have such code treat each sample by itself, and loss_fn return the mean",
     )
 
 

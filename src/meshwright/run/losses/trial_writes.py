@@ -68,3 +68,11 @@ def own_backward_error() -> OwnBackwardError:
         "and what that adds to the parameters' gradients would not be weighed",
         fix="add the term to the loss that loss_fn returns; or use the plan 'single'",
     )
+
+
+def apart_error(why: str) -> ApplyError:
+    """Return the error for a model whose losses parts give, and whose gradients or next batches they do not."""
+    return ApplyError(
+        f"{why}, so that the parts which this plan takes do not give one device's gradients",
+        fix=f"leave the batch whole: {WHOLE_BATCH}; or have such code treat each sample by itself, and loss_fn return the mean",
+    )

@@ -63,7 +63,9 @@ class Evidence:
     own_generator: str = ""
     """The place of a generator of the model's own that draws in its forward."""
     apart: str = ""
-    """Why gradients, or later batches, are not what parts give, though the loss is."""
+    """Why gradients are not what parts give, though the loss is."""
+    kept: str = ""
+    """Why later batches are not, since code keeps something of those before."""
     culprit: str = "loss"
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
@@ -74,12 +76,10 @@ class Proofs:
 
     Args:
         are_wanted: Whether anything is.
-        in_turn: Whether a rank takes its share in several parts, one after the other.
         changes: Gives what loss_fn has changed on trial, for people.
     """
 
     are_wanted: bool = False
-    in_turn: bool = False
     changes: Callable[[], Iterable[str]] = tuple
 
 
@@ -172,7 +172,7 @@ def _prove(
     tried = dataclasses.replace(tried, weights=sums if weights is None else weights)
     if not sum(tried.weights):
         return
-    found.apart = yield from try_all(tried, list(proofs.changes()), in_turn=proofs.in_turn)
+    found.apart, found.kept = yield from try_all(tried, list(proofs.changes()))
 
 
 def _try_whole(

@@ -1,0 +1,48 @@
+"""Gradients of parts beside those of the whole, where code of a model's own is in backward, with random numbers by place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from meshwright.run.losses.own_slopes import find_apart
+from meshwright.run.losses.proofs import apart_text
+from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
+
+__all__: list[str] = []
+
+
+class DrawnForward(Protocol):
+    """A trial forward that draws by place."""
+
+    outcome: TrialOutcome
+
+
+Run = Callable[..., Generator[list[TrialForward], list[TrialOutcome], Sequence[DrawnForward]]]
+
+
+def try_drawn_slopes(
+    run: Run, share: Any, placed: Sequence[tuple[Any, int]], weigh: Callable[[Any], float]
+) -> Generator[list[TrialForward], list[TrialOutcome], str]:
+    """Return why gradients of parts do not give the whole's in training mode; "" where they do, or nothing could be tried.
+
+    Args:
+        run: Runs (batch, place of its first sample), with what each loss is multiplied by in ``factors``.
+        share: The whole.
+        placed: Its parts.
+        weigh: Gives the weight of a part's mean.
+    """
+    first = (yield from run([(share, 0)], factors=[1.0]))[0].outcome
+    if not first.own_slopes or not first.slopes:
+        return ""
+    weights = [weigh(part) for part, _ in placed]
+    total = sum(weights) if first.weight is None else first.weight
+    if not total or min(weights) <= 0:
+        return ""
+    is_mean = first.weight is None
+    whole = first if is_mean else (yield from run([(share, 0)], factors=[1.0 / total]))[0].outcome
+    pieces = yield from run(placed, factors=[weight / total if is_mean else 1.0 for weight in weights])
+    apart = find_apart(
+        whole.slopes, [piece.outcome.slopes for piece in pieces], 1.0 if is_mean else 1.0 / total, first.dtype
+    )
+    return "" if apart is None else apart_text(first.own_slopes, *apart)

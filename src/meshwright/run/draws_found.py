@@ -1,0 +1,51 @@
+"""What trials of the first batch have shown of a model's draws, on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.apply.randomness.forward_draws import DrawNote
+from meshwright.apply.randomness.sample_dims import Call, SiteDims
+from meshwright.run.losses.drawn import Tried
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass
+class DrawsFound:
+    """What one rank's trials have shown."""
+
+    share: Any = None
+    """The batch that was tried."""
+    draws: bool = False
+    """Whether a forward draws."""
+    seeds: bool = False
+    """Whether a forward seeds torch's generator before it draws."""
+    is_proven: bool = True
+    """Whether parts gave the outputs of the whole."""
+    by_sample: bool = False
+    """Whether Python's or NumPy's generator may draw for each sample."""
+    uses_python: bool = False
+    """Whether Python's or NumPy's generator draws."""
+    uses_own: bool = False
+    """Whether a generator that the model's code keeps draws."""
+    is_unseen: bool = False
+    """Whether torch's generator draws where no call is seen."""
+    loose: list[str] = dataclasses.field(default_factory=list)
+    """Calls that a checkpoint repeats without the generator's state of their forward."""
+    unclear: list[str] = dataclasses.field(default_factory=list)
+    """Calls whose samples lie in an order that could not be tried."""
+    dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
+    notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
+    """What the whole drew."""
+    inside: dict[Call, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """Draws of each module during each call."""
+    outputs: list[Tensor] = dataclasses.field(default_factory=list)
+    """The outputs of the whole, with draws by place."""
+    losses: Tried = None
+    apart: str = ""
+    """Why gradients of parts do not give the whole's."""
