@@ -1,4 +1,4 @@
-"""What trials of the first batch have shown of a model's draws, on one rank."""
+"""Findings of trials of the first batch about a model's draws, on one rank."""
 
 from __future__ import annotations
 
