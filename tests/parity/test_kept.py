@@ -42,12 +42,14 @@ SLOPES = [
     ("ClippedSlopes", "as_sum", "a hook on a tensor (register_hook) changes gradients"),
     ("DroppedSlopes", "pairs", "a hook on a tensor (register_hook) changes gradients"),
     ("Base", "balanced", "with gradients enabled the loss is"),
+    ("Base", "Averaged", "code of its own in backward changes gradients"),
+    ("NodeHook", "pairs", "changes gradients"),
+    ("InCheckpoint", "pairs", "a hook on a tensor (register_hook) changes gradients"),
 ]
 KEPT = [
     ("KeptTensor", "pairs", "KeptTensor.kept"),
     ("KeptNumbers", "as_sum", "KeptNumbers.history"),
     ("KeptSlope", "pairs", "KeptSlope.kept"),
-    ("Base", "Averaged", "Averaged"),
     ("Base", "Centring", "Centring.centre"),
 ]
 
@@ -79,6 +81,20 @@ def test_what_is_kept_of_a_share_is_refused_and_of_a_micro_batch_told(
 
 
 @pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("LaterSlopes", "a hook on a tensor (register_hook) changes gradients"),
+        ("ReadSlope", "keeps something of one batch for the next (ReadSlope.kept)"),
+    ],
+)
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])
+def test_hooks_that_come_later_and_slopes_that_are_read_are_refused(line: str, kind: str, says: str) -> None:
+    for error in errors(kind, "pairs", line):
+        assert isinstance(error, mw.ApplyError)
+        assert says in error.message
+
+
+@pytest.mark.parametrize(
     ("kind", "loss"),
     [
         ("ScaledSlopes", "pairs"),
@@ -91,6 +107,20 @@ def test_what_is_kept_of_a_share_is_refused_and_of_a_micro_batch_told(
 @pytest.mark.parametrize("line", WHOLE)
 def test_with_the_batch_whole_it_is_one_device_s(line: str, kind: str, loss: str) -> None:
     assert_equal(kind, loss, line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("LaterSlopes", "a hook on a tensor (register_hook) changes gradients"),
+        ("ReadSlope", "keeps something of one batch for the next (ReadSlope.kept)"),
+    ],
+)
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])
+def test_hooks_that_come_later_and_slopes_that_are_read_are_refused(line: str, kind: str, says: str) -> None:
+    for error in errors(kind, "pairs", line):
+        assert isinstance(error, mw.ApplyError)
+        assert says in error.message
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 OWN_MEAN = (
     "loss: the script's own is taken for a mean over samples, each by itself. Nobody sees what mixes a share's samples before it "
-    "(rewards normalised by their mean, batch statistics): gather those first (mw.gather_batch)"
+    "(rewards normalised by their mean, batch statistics, hooks and functions in backward): gather those first (mw.gather_batch)"
 )
 """Reason of a plan whose batches an own loop has."""
 _BITS = 20

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 
@@ -76,6 +77,51 @@ class DroppedSlopes(Base):
         if self.training and h.requires_grad:
             h.register_hook(lambda slope: slope / (slope.norm() + 1e-6))
         return h
+
+
+class NodeHook(Base):
+    """A hook on a node of the graph, which no call of a tensor shows."""
+
+    def change(self, h: Tensor) -> Tensor:
+        if h.grad_fn is not None:
+            h.grad_fn.register_prehook(lambda slopes: tuple(slope / (slope.norm() + 1e-6) for slope in slopes))
+        return h
+
+
+class InCheckpoint(Base):
+    """A hook inside of a reentrant checkpoint, which gives no gradients on request."""
+
+    def change(self, h: Tensor) -> Tensor:
+        return checkpoint(self.scaled, h, use_reentrant=True) if h.requires_grad else self.scaled(h)
+
+    def scaled(self, h: Tensor) -> Tensor:
+        """Return a part with a hook."""
+        out = torch.tanh(h)
+        if out.requires_grad:
+            out.register_hook(lambda slope: slope / (slope.norm() + 1e-6))
+        return out * h
+
+
+class LaterSlopes(Base):
+    """A hook from the third call on."""
+
+    def change(self, h: Tensor) -> Tensor:
+        self.kept += 1
+        if self.kept > 2 and h.requires_grad:
+            h.register_hook(lambda slope: slope / (slope.norm() + 1e-6))
+        return h
+
+
+class ReadSlope(Base):
+    """A gradient of the last batch's activation, which the next batch is scaled by."""
+
+    def change(self, h: Tensor) -> Tensor:
+        last = self.kept if isinstance(self.kept, Tensor) else None
+        out = h if last is None or last.grad is None else h * (1 + last.grad.norm().item())
+        if h.requires_grad:
+            h.retain_grad()
+            self.kept = h
+        return out
 
 
 class CentredSlopes(Base):

@@ -64,7 +64,7 @@ class ModelWatch:
         engine = self._engine
         if self.is_joint or not self.has_changed(parts):
             return None
-        evidence = look_at_share(self._rule, engine, self._splitter, parts)
+        evidence = look_at_share(self._rule, engine, self._splitter, parts, is_cut=True)
         return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
 
     def refuse_mixing(self, parts: Sequence[Any]) -> None:
@@ -75,7 +75,7 @@ class ModelWatch:
         """
         engine = self._engine
         with engine.group.ledger.of_checks():
-            seen = seen_by_all(engine, look_at_share(self._rule, engine, self._splitter, parts))
+            seen = seen_by_all(engine, look_at_share(self._rule, engine, self._splitter, parts, is_cut=True))
         error = self._error_of(seen)
         if error is not None:
             raise error

@@ -2,8 +2,8 @@
 
 torch's own operators give, in backward, what their forward says: where losses of parts give the loss of the whole, so do
 their gradients. A hook on a tensor, the backward of a `torch.autograd.Function`, and gradients that code takes by itself may do
-anything: scale by a norm over all samples, clip, centre. Where a model or its loss has such code, gradients of parts are compared
-as well.
+anything: scale by a norm over all samples, clip, centre. So gradients of parts are compared as well; where parameters are
+too large for that, such code is told.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def slopes_of(value: Tensor, parameters: Iterable[tuple[str, nn.Parameter]], fac
     return found
 
 
-def find_apart(whole: Slopes, parts: Sequence[Slopes], scale: float, dtype: torch.dtype) -> tuple[str, float] | None:
+def find_apart(
+    whole: Slopes, parts: Sequence[Slopes], scale: float, dtype: torch.dtype, *, least: bool = False
+) -> tuple[str, float] | None:
     """Return (FQN, relative difference) of the gradient in which parts differ most from the whole; None where none does.
 
     Args:
@@ -81,7 +83,9 @@ def find_apart(whole: Slopes, parts: Sequence[Slopes], scale: float, dtype: torc
         parts: Of the parts, which add up.
         scale: What their sum is multiplied by.
         dtype: Of the loss.
+        least: Whether any difference counts, not those alone that are larger than roundings.
     """
+    tolerance = 0.0 if least else _TOLERANCES.get(dtype, _LOW_TOLERANCE)
     names = dict.fromkeys(name for slopes in (whole, *parts) for name in slopes)
     zero = [0.0] * (_NUM_SUMS + 1)
     rows = {name: (whole.get(name, zero), [part.get(name, zero) for part in parts]) for name in names}
@@ -92,7 +96,7 @@ def find_apart(whole: Slopes, parts: Sequence[Slopes], scale: float, dtype: torc
         gaps = [abs(one[place] - scale * sum(part[place] for part in others)) for place in range(_NUM_SUMS)]
         size = max(norms[name], _LEAST * largest)
         gap = max(gaps) / size if size else 0.0
-        if math.isfinite(gap) and gap > _TOLERANCES.get(dtype, _LOW_TOLERANCE) and (worst is None or gap > worst[1]):
+        if math.isfinite(gap) and gap > tolerance and (worst is None or gap > worst[1]):
             worst = name, gap
     return worst
 

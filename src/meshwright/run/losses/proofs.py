@@ -12,9 +12,13 @@ from typing import Any
 from meshwright.errors import some_of
 from meshwright.run.losses.own_slopes import find_apart
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
-from meshwright.run.losses.trial_parts import gap_of, second_sample
+from meshwright.run.losses.trial_parts import gap_of, second_sample, turn
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
+
+_ROUNDINGS = 32.0
+"""How many times the difference that another order of the samples makes is tolerated [ratio]."""
 
 Trials = Generator[list[TrialForward], list[TrialOutcome], str]
 
@@ -63,30 +67,29 @@ def try_all(
         changes: What code has changed, for people.
     """
     first = (yield [dataclasses.replace(tried.like, slopes=1.0)])[0]
+    if first.obstacle is not None:
+        return "", ""
     why = yield from _try_slopes(tried, first)
     if why:
         return why, ""
-    if first.own_slopes:
-        tried = dataclasses.replace(tried, like=dataclasses.replace(tried.like, slopes=1.0))
+    tried = dataclasses.replace(tried, like=dataclasses.replace(tried.like, slopes=1.0))
     return "", (yield from _try_what_is_kept(tried, list(dict.fromkeys([*changes, *first.changes]))))
 
 
 def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
-    """Compare the gradients of parts with those of the whole, where code of its own is in backward."""
-    asks_for_graph = first.obstacle is None and gap_of(first.value, [tried.whole.value], [1.0]) > tried.tolerance
-    if first.obstacle is not None or not (first.own_slopes or asks_for_graph):
-        return ""
+    """Compare the gradients of parts with those of the whole."""
     total = sum(tried.weights)
     # As steps do: a mean weighs its part, and sums are divided by what all count in the end.
     factors = [1.0 if tried.is_sum else weight / total for weight in tried.weights]
     own = 1.0 / total if tried.is_sum else 1.0
-    runs = [dataclasses.replace(tried.like, slopes=own)]
+    runs = [dataclasses.replace(tried.like, slopes=own)] if tried.is_sum else []
     runs += [
         dataclasses.replace(tried.like, batch=part, slopes=factor)
         for part, factor in zip(tried.parts, factors, strict=True)
         if factor
     ]
-    whole, *outcomes = yield runs
+    outcomes = yield runs
+    whole, *outcomes = outcomes if tried.is_sum else [first, *outcomes]
     if any(outcome.obstacle is not None for outcome in (whole, *outcomes)):
         return ""
     if len(outcomes) == len(tried.weights) and tried.gap(whole, outcomes) > tried.tolerance:
@@ -96,7 +99,13 @@ def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
     apart = find_apart(whole.slopes, [one.slopes for one in outcomes], scale, whole.dtype)
     if apart is None:
         return ""
-    return apart_text(first.own_slopes, *apart)
+    # What another order of the samples changes is rounding: it says how exact these gradients are.
+    turned = (yield [dataclasses.replace(tried.like, batch=map_tensors(tried.like.batch, turn), slopes=own)])[0]
+    if turned.obstacle is None and not first.own_slopes:
+        noise = find_apart(whole.slopes, [turned.slopes], 1.0, whole.dtype, least=True)
+        if noise is not None and apart[1] <= _ROUNDINGS * noise[1]:
+            return ""
+    return apart_text(first.own_slopes or "code of its own in backward", *apart)
 
 
 def apart_text(what: str, name: str, difference: float) -> str:

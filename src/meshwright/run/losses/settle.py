@@ -27,6 +27,8 @@ from meshwright.trees import move_to, tensors_in
 __all__: list[str] = []
 
 _FEW = 2
+_MOST_BYTES = 2**31
+"""Of parameters whose gradients trials take, on each rank [bytes]."""
 _ALIKE = 8.0
 """What fits this many times worse than the best is another thing [ratio]."""
 _FIX = (
@@ -123,11 +125,12 @@ def look_at_share(
     """Return the evidence of this rank's share; None where it has no sample."""
     share = enough_samples(parts, splitter)
     module = _uncompiled(engine.module)
-    term = _Term(rule, engine.device)
+    term, has_room = _Term(rule, engine.device), _has_room(engine)
+    rule.has_untried_slopes = is_cut and not has_room
     is_whole = (
         not engine.is_prepared or engine.copies == 1
     )  # each rank can run the model alone, or with others' parts of it
-    proofs = Proofs(are_wanted=is_cut and is_whole, changes=lambda: rule.changes)
+    proofs = Proofs(are_wanted=is_cut and is_whole and has_room, changes=lambda: rule.changes)
     trials = None
     if share is not None:
         trials = examine(share, module, splitter, splits_by_row=splitter.splits_by_row, proofs=proofs)
@@ -145,6 +148,12 @@ def look_at_share(
 
 def _uncompiled(module: nn.Module) -> nn.Module:
     return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
+
+
+def _has_room(engine: Engine) -> bool:
+    """Tell whether this rank may take gradients by all parameters, whole, for trials."""
+    size = sum(math.prod(part.full_shape) * part.tensor.element_size() for part in engine.held_state())
+    return size <= _MOST_BYTES
 
 
 # -- the decision ---------------------------------------------------------------------------------------------------------

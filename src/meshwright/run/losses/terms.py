@@ -20,6 +20,7 @@ from meshwright.run.autocast import Autocast
 from meshwright.run.loss_graph import foreign_error, foreign_parameters
 from meshwright.run.losses.buffer_calls import BufferCalls
 from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
+from meshwright.run.losses.own_slopes import own_function_of
 from meshwright.run.losses.watch import LossWatch
 from meshwright.trees import move_to, tensors_in
 
@@ -27,6 +28,7 @@ __all__: list[str] = []
 
 _NUM_LOOKED_AT = 2
 """Outputs among which those are that all ranks have in one dtype: a loss of the model's own may come before [count]."""
+_UNTRIED = "loss: {} is in backward, and parameters are too large to try whether gradients of parts of a batch give the whole's"
 _FEW_SAMPLES = 2
 """Samples with which a strategy looks at the model before it starts [samples]."""
 
@@ -131,6 +133,8 @@ class LossTerms:
             foreign = foreign_parameters(value, engine.parameters)
             self.watch.failure = foreign_error(foreign[0], engine.switch.moment.plan) if foreign else None
         self._has_looked_at_graph = self.watch.failure is None
+        if self._rule.has_untried_slopes and (own := own_function_of(value)):
+            self._rule.reasons += (_UNTRIED.format(own),)
 
     def first_run(self, part: Any, *, evaluates: bool = False) -> FirstRun:
         """Return what runs a module and its loss on a few samples of a first micro-batch, and returns its outputs."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from meshwright._torch_private import PlainCheckpoints
 from meshwright.apply.modules.copies import own_copy
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.outside import Outside
@@ -73,7 +74,7 @@ class TrialForward:
     ahead: int | None = None
     """Numbers that each generator draws before it, where random numbers do not decide the loss; None: they may [count]."""
     slopes: float = 0.0
-    """What the loss is multiplied by for gradients, which are taken where code of its own is in backward; 0: none are taken."""
+    """What the loss is multiplied by for its gradients by the parameters; 0: none are taken."""
     then: Any = None
     """A second batch, of which the loss is taken, with what code has kept of the first one outside of buffers."""
 
@@ -109,7 +110,7 @@ class TrialOutcome:
     own_slopes: str = ""
     """Code of its own that is in backward, for people; "" where there is none."""
     slopes: Slopes = dataclasses.field(default_factory=dict[str, Sequence[float]])
-    """Gradients by parameters, where there is such code."""
+    """Gradients by parameters, where they were taken."""
 
 
 def run_trial(
@@ -153,6 +154,7 @@ def run_trial(
                 watch,
                 torch.set_grad_enabled(has_graph or bool(trial.slopes)),
                 without_parameter_hooks(module.parameters() if trial.slopes else ()),
+                _without_checkpoints() if trial.slopes else contextlib.nullcontext(),
                 torch.autocast(device.type, enabled=False),
                 contextlib.nullcontext() if trial.draws is None else trial.draws.running(),
             ):
@@ -166,8 +168,8 @@ def run_trial(
                     rows = zip(_rows(outputs, trial.counts), split_samples(batch, trial.counts), strict=True)
                     return TrialOutcome(parts=tuple(float(term_with_slopes(term, *pair).value) for pair in rows))
                 found = term_with_slopes(term, outputs, batch)
-                if trial.slopes and (own_slopes := watch.own_slopes or own_function_of(found.value)):
-                    watch.own_slopes = own_slopes
+                own_slopes = watch.own_slopes or own_function_of(found.value)
+                if trial.slopes:
                     slopes = slopes_of(found.value, module.named_parameters(), trial.slopes)
             value, weight = float(found.value), None if found.is_mean else float(found.weight)
         except OwnBackwardError:
@@ -191,9 +193,14 @@ def run_trial(
             obstacle=obstacle,
             own_generator=outside.own_generator,
             changes=outside.changes,
-            own_slopes=watch.own_slopes,
+            own_slopes=own_slopes,
             slopes=slopes,
         )
+
+
+def _without_checkpoints() -> contextlib.AbstractContextManager[None]:
+    """Return the context in which torch.utils.checkpoint has a graph at once: a reentrant one gives no gradients on request."""
+    return PlainCheckpoints(lambda: True, lambda _: None)
 
 
 class _OutsideState:

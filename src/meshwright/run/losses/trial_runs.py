@@ -24,8 +24,6 @@ __all__: list[str] = []
 
 _Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence] | None
 _Term = Callable[[Any, Any], LossTerm]
-_MOST_WHOLE_BYTES = 2**31
-"""Of parameters that each rank takes whole for a trial with gradients, where it has parts of them [bytes]."""
 
 
 def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
@@ -154,9 +152,6 @@ class _CountedForward:
 
 def _run_whole(engine: Engine, module: nn.Module, wanted: Sequence[TrialForward], term: _Term) -> list[TrialOutcome]:
     """Run trials with gradients on this rank alone, with every parameter whole; every rank calls it."""
-    size = sum(math.prod(part.full_shape) * part.tensor.element_size() for part in engine.held_state())
-    if max(engine.everyone.all_gather_json(size, device=engine.device)) > _MOST_WHOLE_BYTES:
-        return [TrialOutcome(obstacle="parameters are too large to be whole on each rank") for _ in wanted]
     forward = functools.partial(call_model, module)
     with engine.whole_parameters(), engine.switch.whole():
         return [_run_kept(module, engine.device, trial, forward, term) for trial in wanted]
