@@ -110,20 +110,6 @@ def test_with_the_batch_whole_it_is_one_device_s(line: str, kind: str, loss: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("LaterSlopes", "a hook on a tensor (register_hook) changes gradients"),
-        ("ReadSlope", "keeps something of one batch for the next (ReadSlope.kept)"),
-    ],
-)
-@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])
-def test_hooks_that_come_later_and_slopes_that_are_read_are_refused(line: str, kind: str, says: str) -> None:
-    for error in errors(kind, "pairs", line):
-        assert isinstance(error, mw.ApplyError)
-        assert says in error.message
-
-
-@pytest.mark.parametrize(
     ("kind", "loss"),
     [
         ("ClippedSlopes", "pairs"),
