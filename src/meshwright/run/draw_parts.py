@@ -72,6 +72,10 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
         return False
     if not one.numel():
         return True
-    tolerance = _TOLERANCES.get(one.dtype, _LOW_TOLERANCE) if one.is_floating_point() else 0.0
-    scale, gap = float(one.abs().max()), float((one.double() - other.double()).abs().max())
-    return math.isfinite(gap) and gap <= tolerance * scale
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    tolerance = _TOLERANCES.get(one.dtype.to_real(), _LOW_TOLERANCE)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    gap = (one.to(wide) - other.to(wide)).abs().masked_fill(one == other, 0.0)  # infinities of masks are equal, too
+    scale = one.abs().masked_fill(one.isinf(), 0.0).max()
+    return math.isfinite(largest := float(gap.max())) and largest <= tolerance * float(scale)

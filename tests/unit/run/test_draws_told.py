@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import meshwright as mw
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.sites import begin_again, in_forward
-from meshwright.run.draw_parts import are_parts
+from meshwright.run.draw_parts import are_alike, are_parts
 from meshwright.run.global_draws import _why_torch_draws
 
 SAMPLES, LENGTH, WIDTH = 7, 5, 4
@@ -354,6 +354,14 @@ def test_flattened_outputs_are_compared_too(is_minor: bool) -> None:
     pieces: Any = [trial(rows[:1], flat(rows[:1])), trial(rows[1:], flat(rows[1:]))]
     assert are_parts(trial(rows, flat(rows)), pieces)
     assert not are_parts(trial(rows, flat(rows).flip(0)), pieces)
+
+
+@pytest.mark.parametrize("values", [[True, False], [1, 2], [1.0, -torch.inf], [1 + 1j, 1 - 1j]])
+def test_masks_counts_and_infinities_of_two_runs_are_compared(values: list[Any]) -> None:
+    """A mask that a model drew and returned had ended in an error of torch; infinities of masked scores were told apart."""
+    one = torch.tensor(values)
+    assert are_alike([one], [one.clone()])
+    assert not are_alike([one], [one.flip(0)])
 
 
 def test_a_compiled_function_draws_by_itself_where_ranks_share_layers() -> None:

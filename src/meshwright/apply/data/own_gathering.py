@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
 
 from meshwright.apply.data.flat_unit import FlatUnit
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
@@ -30,6 +35,18 @@ class OwnGathering:
     def begin_backward(self) -> None:
         """Begin a backward."""
         raise NotImplementedError
+
+    def as_views(self, outputs: Any) -> Any:
+        """Return a forward's outputs, of which gathered parameters are views: those keep their values, and give gradients.
+
+        A parameter itself reads as NaN from its unit's release on, before a script or a trial computes a loss of it.
+        """
+        gathered = {id(parameter) for index in self._gathered for parameter in self._units[index].parameters}
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) and id(tensor) in gathered else tensor
+
+        return map_tensors(outputs, view)
 
     def end_forward(self) -> None:
         """End a forward whose backward comes later, in an own loop."""

@@ -209,7 +209,7 @@ class ShardedEngine(DataParallelEngine):
             return super().forward_backward(batch, compute)
         with self._gathering.watching_saved_tensors():
             self._gathering.begin_forward()
-            results = super().forward_backward(batch, compute)
+            results = self._gathering.as_views(super().forward_backward(batch, compute))
             self._gathering.end_pass()
         return results
 
@@ -236,7 +236,7 @@ class ShardedEngine(DataParallelEngine):
         # Only its outputs count, and it leaves no gradients. Under ZeRO-3 every rank calls it.
         with torch.no_grad():
             self._gathering.begin_forward()
-            outputs = super().forward(args, kwargs)
+            outputs = self._gathering.as_views(super().forward(args, kwargs))
             self._gathering.end_pass()
         return outputs
 
@@ -245,7 +245,7 @@ class ShardedEngine(DataParallelEngine):
             return super().own_forward(args, kwargs)
         with self._gathering.watching_saved_tensors():
             self._gathering.begin_forward()
-            outputs = self.module(*args, **kwargs)
+            outputs = self._gathering.as_views(self.module(*args, **kwargs))
             self._gathering.end_forward()
         return outputs
 

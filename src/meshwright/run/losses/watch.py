@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright._torch_private import WrapperTensor, without_function_modes
 from meshwright.apply.state.outside import Outside
@@ -187,7 +187,7 @@ class LossWatch:
         rows = {
             index: t.shape[0] // count
             for index, t in enumerate(tensors)
-            if t.numel() and t.dim() and not t.shape[0] % count
+            if t.numel() and t.dim() and not t.shape[0] % count and not _is_parameter(t)
         }
         if self._rows is None and count == 1 and any(num > 1 for num in rows.values()):
             return None  # of one sample it cannot be told whether they are its rows
@@ -273,6 +273,12 @@ class LossWatch:
         compute = self._rule.term if self._is_threaded else self._rule.try_term
         term = compute(map_tensors(pair[0], copy), map_tensors(pair[1], lambda t: t.detach().clone()), 1.0)
         return float(term.value.detach()) if term.is_mean else None
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Tell whether an output is a parameter, or a view of its entries: as many as samples in the batch, it has no row of each."""
+    held = tensor._base if tensor._is_view() else tensor
+    return isinstance(held, nn.Parameter) and tensor.stride(0) != 0
 
 
 def _is_read_by_losses(path: Path) -> bool:
