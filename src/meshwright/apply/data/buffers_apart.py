@@ -82,7 +82,8 @@ class BuffersApart:
         if apart and not self.reasons:
             names = some_of([f"'{name}'" for name in apart], _MOST_SHOWN)
             self.reasons = (
-                f"buffers: the forward changes {names} by the samples of each rank, and all take rank 0's: they are not "
-                "one device's, nor is what is computed with them; keep them outside of the model by what meshwright.gather_batch "
-                "gives, or leave the batch whole (dp=1; tp and pp do)",
+                f"buffers: {names} change otherwise on each rank, and all take rank 0's: they are not one device's, nor is what "
+                "is computed with them. Where the forward changes them by its samples, keep them outside of the model by what "
+                "meshwright.gather_batch gives, or leave the batch whole (dp=1; tp and pp do); where the script draws them, "
+                "give ranks a generator of one seed",
             )
