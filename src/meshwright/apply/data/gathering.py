@@ -318,7 +318,7 @@ class Gathering(OwnGathering):
                 raise ApplyError(
                     f"'{written}', or another parameter of its layer, was written over in a forward: under ZeRO-3 a rank keeps "
                     "only its part of the values, and what was written would be lost",
-                    fix="use zero=2; where the first batch sets it, run the model once on that before apply_plan; or write inside "
+                    fix="use zero=2; where the first batch sets it, run it once before apply_plan; or write inside "
                     "`with model.whole_parameters():` on every rank, between steps",
                 )
 
