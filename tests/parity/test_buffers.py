@@ -63,6 +63,14 @@ def test_buffers_that_follow_a_rank_s_samples_are_told(plan: str) -> None:
             assert all("'1.centre'" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "dp=2,tp=2"])
+def test_a_buffer_that_is_written_later_is_told(plan: str) -> None:
+    """The first three steps were looked at alone."""
+    for reasons in testing.run_ranks(jobs.late_reasons, mw.Plan.parse(plan).num_ranks, plan):
+        assert len(reasons) == 1
+        assert "'1.centre'" in reasons[0]
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=1", "dp=2,pp=2"])
 def test_buffers_whose_writes_torch_does_not_count_follow_rank_0(plan: str) -> None:
     found = testing.run_ranks(jobs.centre_after, mw.Plan.parse(plan).num_ranks, plan)

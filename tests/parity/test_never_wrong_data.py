@@ -188,6 +188,26 @@ def test_a_parameter_that_each_micro_batch_moves_is_told(plan: str) -> None:
         assert "weight" not in told[0]  # a clamp gives the same again
 
 
+@pytest.mark.parametrize("plan", ["dp=2,micro_batches=2", "pp=2,micro_batches=2"])
+def test_a_count_that_each_micro_batch_moves_is_refused_or_told(plan: str) -> None:
+    for outcome in testing.run_outcomes(assigning.reasons_of, 2, plan, assigning.build_decayed):
+        if outcome.error is not None:
+            assert isinstance(outcome.error, mw.ApplyError)
+            assert "_Shrunk.calls" in str(outcome.error)
+        else:
+            assert any("attribute 'layers.1.calls'" in reason for reason in outcome.result)
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=2,tp=2,micro_batches=1", "dp=2,pp=2,micro_batches=1", "dp=2,tp=2,zero=1,micro_batches=1"]
+)
+def test_trials_of_ranks_together_put_parameters_back(plan: str) -> None:
+    """They were left as the trials had made them: the loss was refused as none of the samples."""
+    expected = jobs.plain(assigning.build_decayed, num_steps=5)
+    for found in testing.run_ranks(functools.partial(jobs.planned, assigning.build_decayed, plan, num_steps=5), 4):
+        equal(found, expected)
+
+
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=2", "tp=2", "pp=2"])
 def test_parameters_in_one_memory_are_refused(plan: str) -> None:
     refused(jobs.planned, 2, jobs.build_tied_by_data, plan, word="share their memory")

@@ -59,6 +59,8 @@ class Engine(OwnPasses, BatchShares):
     num_replicas = 1
     """Copies of the module that compute at the same time in this process [count]."""
 
+    puts_aside = False  # whether values of parameters are there while their layer runs alone
+
     @property
     def everyone(self) -> Communicator:
         """All ranks that take a step together."""

@@ -78,6 +78,10 @@ class OuterEngine(Engine):
     def holds_parts(self) -> bool:
         return self.is_prepared
 
+    @property
+    def puts_aside(self) -> bool:
+        return self._inner is not None and self._inner.puts_aside
+
     def use_switch(self, switch: ShardSwitch) -> None:
         super().use_switch(switch)
         if self._inner is not None:

@@ -151,7 +151,7 @@ class OwnLoop:
             return
         if stepper.casts.dtype is not None:  # a script that casts its inputs, too: the search runs without autocast
             args, kwargs = map_tensors((args, kwargs), _widened)
-        with memory_returned(), in_training_mode(engine.module), unchanged_draws(engine), stepper.casts.left_out():
+        with memory_returned(), in_training_mode(engine), unchanged_draws(engine), stepper.casts.left_out():
             engine.prepare(lambda module: module(*args, **kwargs))
             stepper.own_draws.learn_cut()
         stepper.is_now_prepared()

@@ -27,7 +27,7 @@ from meshwright.run.checkpoints.background import BackgroundSave, close, let_go,
 from meshwright.run.gate import without_backward
 from meshwright.run.losses.loss import Loss
 from meshwright.run.own_loop import OwnLoop
-from meshwright.run.put_back import versioned, with_versions
+from meshwright.run.put_back import set_mode, versioned, with_versions
 from meshwright.run.result import StepResult
 from meshwright.run.step import Stepper
 from meshwright.run.uncopied import Uncopied
@@ -357,7 +357,8 @@ class ParallelModel(Uncopied):
 
     def train(self, mode: bool = True) -> ParallelModel:
         """Set training mode, or evaluation mode, as nn.Module.train does; return this model."""
-        self.module.train(mode)
+        with self.engine.switch.plain():
+            set_mode(self.engine, mode)
         return self
 
     def eval(self) -> ParallelModel:

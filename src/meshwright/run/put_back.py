@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.modules.modes import modes_of, put_back, set_flags, sets_parameters
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.run.diagnose import RandomState
 from meshwright.trees import map_tensors
@@ -18,28 +18,50 @@ __all__: list[str] = []
 
 
 @contextlib.contextmanager
-def in_training_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module in training mode inside the context if it is in eval mode; in training mode its parts keep their modes."""
-    modes = [] if module.training else [(child, child.training) for child in module.modules()]
-    if modes:
-        module.train()
-    try:
+def in_training_mode(engine: Engine) -> Iterator[None]:
+    """Put the model in training mode inside the context if it is in eval mode; in training mode its parts keep their modes."""
+    with contextlib.nullcontext() if engine.module.training else _in_mode(engine, True):
         yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
 
 
 @contextlib.contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module and all its parts in eval mode inside the context, and restore their modes."""
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
+def in_eval_mode(engine: Engine) -> Iterator[None]:
+    """Put the model and all its parts in eval mode inside the context, and restore their modes. Every rank enters it."""
+    with _in_mode(engine, False):
+        yield
+
+
+@contextlib.contextmanager
+def _in_mode(engine: Engine, mode: bool) -> Iterator[None]:
+    before = modes_of(engine.module)
+    set_mode(engine, mode)
     try:
         yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
+    except BaseException:
+        set_flags(before)  # other ranks may not come to put parameters together
+        raise
+    with _whole_for_modes(engine):
+        put_back(before)
+
+
+def set_mode(engine: Engine, mode: bool) -> None:
+    """Call the model's `train`, which sets its parameters, as a merge of adapters does, while they are whole.
+
+    Args:
+        engine: The strategy; every rank calls it.
+        mode: Whether training.
+    """
+    with _whole_for_modes(engine):
+        engine.module.train(mode) if mode else engine.module.eval()
+
+
+@contextlib.contextmanager
+def _whole_for_modes(engine: Engine) -> Iterator[None]:
+    if not sets_parameters(engine.module):
+        yield
+        return
+    with engine.whole_parameters(), engine.switch.whole():
+        yield
 
 
 @contextlib.contextmanager

@@ -232,7 +232,7 @@ class Stepper:
             if is_prepared:
                 return
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
-            with in_training_mode(self.engine.module), unchanged_draws(self.engine), self.casts.left_out():
+            with in_training_mode(self.engine), unchanged_draws(self.engine), self.casts.left_out():
                 self.engine.prepare(first_run)
                 if self.draws is not None:
                     self.draws.learn_cut(self.splitter, self._try_term)
@@ -377,7 +377,7 @@ class Stepper:
         engine = self.engine
         parts = self._micro_batches(batch)
         self._prepare(parts, evaluates=True)
-        with in_eval_mode(engine.module):
+        with in_eval_mode(engine):
             weights = [self.rule.known_weight(part) for part in parts]
             self._watch_loss.begin(batch, is_due=False)
             agreement = self._agree(batch, parts, weights, wants_stop=False)

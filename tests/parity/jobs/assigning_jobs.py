@@ -49,8 +49,8 @@ def trainable_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
 
 
-def reasons_of(plan: str) -> list[str]:
-    model = mw.apply_plan(build_constrained, plan, loss_fn=square, optimizer=trainable_sgd, seed=0)
+def reasons_of(plan: str, build: Any = build_constrained) -> list[str]:
+    model = mw.apply_plan(build, plan, loss_fn=square, optimizer=trainable_sgd, seed=0)
     with model:
         for batch in batches(2, 8):
             model.step(mw.split_batch(batch, model))
@@ -86,3 +86,30 @@ class LateConstraint(nn.Module):
 
 def build_late(way: str) -> nn.Module:
     return LateConstraint(way).double()
+
+
+class _Shrunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.calls, self.num_rows = nn.Linear(6, 6), 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_rows = len(x)
+        self.calls = self.calls + 1
+        self.line.weight.data = self.line.weight.data * 0.9
+        return self.line(x) * (2.0 if self.calls > 3 else 1.0)
+
+
+class Decayed(nn.Module):
+    """A layer that makes its weight smaller in each call, and counts its calls, by which it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), _Shrunk(), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def build_decayed() -> nn.Module:
+    return Decayed().double()

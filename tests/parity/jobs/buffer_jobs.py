@@ -134,6 +134,18 @@ class Centred(nn.Module):
         return result
 
 
+class LateCentred(Centred):
+    """The same from the fifth call on; the count of calls is a buffer of its own from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) if self.calls > 4 else x
+
+
 class Uncounted(Centred):
     """Writes past torch's count of writes, as codes of quantised models do."""
 
@@ -164,13 +176,18 @@ KINDS = {
 }
 
 
-def reasons_of(kind: str, plan: str) -> list[str]:
-    """Return the plan's reasons about buffers after two steps with such a layer."""
+def late_reasons(plan: str) -> list[str]:
+    return reasons_of(LateCentred, plan, num_steps=6)
+
+
+def reasons_of(kind: Any, plan: str, *, num_steps: int = 2) -> list[str]:
+    """Return the plan's reasons about buffers after some steps with such a layer."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 6), KINDS[kind](), nn.Linear(6, 4)).double()
+    made = KINDS[kind]() if isinstance(kind, str) else kind()
+    module = nn.Sequential(nn.Linear(6, 6), made, nn.Linear(6, 4)).double()
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     with mw.apply_plan(module, plan, loss_fn=_mean, optimizer=sgd) as model:
-        for step in range(2):
+        for step in range(num_steps):
             model.step(mw.split_batch(batch(4, step), model))
         return [reason for reason in model.plan.reasons if reason.startswith("buffers:")]
 

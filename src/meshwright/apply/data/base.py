@@ -24,6 +24,8 @@ from meshwright.trees import write_entries
 
 __all__: list[str] = []
 
+_DIGEST_BYTES = 7  # a bit is left of a signed number
+
 BROADCAST_BYTES = 32 * 2**20
 """Tensors travel together up to this size when copies are made equal [bytes]; bounds the extra memory."""
 
@@ -148,13 +150,22 @@ class DataParallelEngine(Engine):
         """Return the buffers with the same shape and dtype on all ranks."""
         kinds = describe_buffers(self.module)
         if self.group.size > 1:
-            digest = int.from_bytes(hashlib.blake2b(json.dumps(kinds).encode(), digest_size=7).digest())
-            extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
-            self.group.all_reduce(extremes, "max")
-            highest, lowest = extremes.tolist()
-            if highest != -lowest:
+            digest = int.from_bytes(hashlib.blake2b(json.dumps(kinds).encode(), digest_size=_DIGEST_BYTES).digest())
+            is_fresh = self._apart.has_fresh(self.module, self._written_buffers)
+            highest, lowest = self._extremes(digest | is_fresh << 8 * _DIGEST_BYTES, digest)
+            if highest >> 8 * _DIGEST_BYTES:  # on some rank, which all know now
+                self._apart.look_again()
+                highest, lowest = self._extremes(digest, digest)
+            if highest != lowest:
                 return self._agree_on_buffers(kinds)
         return list(self.module.buffers())
+
+    def _extremes(self, high: int, low: int) -> tuple[int, int]:
+        """Return the highest `high` and the lowest `low` of all ranks."""
+        extremes = torch.tensor([high, -low], dtype=torch.int64, device=self.device)
+        self.group.all_reduce(extremes, "max")
+        highest, lowest = extremes.tolist()
+        return highest, -lowest
 
     def _agree_on_buffers(self, kinds: dict[str, list[Any]]) -> list[torch.Tensor]:
         everyone = self.group.all_gather_json(kinds, device=self.device)

@@ -91,6 +91,10 @@ class ShardedEngine(DataParallelEngine):
 
     @property
     def holds_parts(self) -> bool:
+        return self.puts_aside
+
+    @property
+    def puts_aside(self) -> bool:
         return any(unit.is_gathered and not unit.is_whole for unit in self.units)
 
     def held_parts(self, moment: RunMoment) -> list[tuple[torch.Tensor, ShardFacts]]:

@@ -4,6 +4,7 @@ Every engine swaps forwards and runs copies through this folder, so that modules
 
 copies    copies of modules and arguments that share nothing but tensors
 forwards  another forward for one module, by a subclass
+modes     training and eval mode of modules whose own `train` does more than set a flag
 hooks     hooks that are left behind where a module is copied
 compiled  modules that torch.compile has compiled
 synced_norms  BatchNorm over the samples of all ranks

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.modules.forwards import users_class
+from meshwright.apply.modules.modes import set_eval_flags
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import ParameterHooks
@@ -138,7 +139,7 @@ def _settled_in_eval_mode(
     """Return what would settle if the first forwards ran in eval mode, from the state before."""
     modes = [(child, child.training) for child in module.modules()]
     state.put(state.then)
-    module.eval()
+    set_eval_flags(module)
     try:
         _, seen, _ = _run_twice(module, run, device, state)
     finally:

@@ -1,4 +1,4 @@
-"""Buffers and parameters that each micro-batch's forward changes, where one device's forward changes them once a step.
+"""Buffers, parameters and counts that each micro-batch's forward changes, where one device's forward changes them once a step.
 
 A centre of outputs, a codebook's averages, the vectors of a spectral norm, a count of calls: with micro-batches they move once
 for each, and the later ones see what the earlier ones left. Statistics of torch's norms are known for it; of others a reason
@@ -6,6 +6,12 @@ tells. A forward that writes into a parameter by its batch is refused before; he
 """
 
 from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator
+
+from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.buffers import buffer_digests
@@ -18,6 +24,7 @@ __all__: list[str] = []
 _TIMES = 3
 """How many steps are looked at [count]."""
 _MOST_SHOWN = 4
+_COUNTS = (int, float, str)  # with bool
 
 
 class BufferCalls:
@@ -35,6 +42,7 @@ class BufferCalls:
         self._left = _TIMES if is_cut and engine.num_replicas == 1 else 0
         self._last: dict[str, str] | None = None
         self._found: dict[str, None] = {}
+        self._counts: list[tuple[str, nn.Module, str]] | None = None
 
     def note_forward(self) -> None:
         """Compare the buffers after a micro-batch's forward with those after the one before it in this step."""
@@ -42,6 +50,11 @@ class BufferCalls:
             return
         now = {f"'{name}'": digest for name, _, is_norm, digest in buffer_digests(self._engine.module) if not is_norm}
         now |= {f"parameter '{name}'": digest for name, digest in parameter_digests(self._engine.module)}
+        if self._counts is None:
+            self._counts = list(_kept_by_calls(self._engine.module))
+        for name, owner, key in self._counts:
+            if isinstance(value := vars(owner).get(key), _COUNTS):
+                now[f"attribute '{name}'"] = repr(value)
         if self._last is not None:
             changed = (name for name, digest in now.items() if self._last.get(name, digest) != digest)
             self._found.update(dict.fromkeys(changed))
@@ -68,3 +81,26 @@ class BufferCalls:
             f"buffers: the forward of each micro-batch changes {names}, where one device's forward changes them once in a "
             "step: they are not one device's, nor is what is computed with them; micro_batches=1 is",
         )
+
+
+def _kept_by_calls(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (FQN, owner, name) of attributes that a method reads before it sets them, as a count of calls is."""
+    of_class: dict[type, set[str]] = {}
+    for path, child in module.named_modules():
+        kind = type(child)
+        if kind not in of_class:
+            bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+            own = [value for base in bases for value in vars(base).values()]
+            codes = [value.__code__ for value in own if isinstance(value, types.FunctionType)]
+            of_class[kind] = {name for code in codes for name in _moved_in(code)}
+        yield from ((f"{path}.{name}" if path else name, child, name) for name in sorted(of_class[kind]))
+
+
+def _moved_in(code: types.CodeType) -> Iterator[str]:
+    """Yield names of attributes that code reads first, and sets after it."""
+    read: set[str] = set()
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_ATTR":
+            read.add(step.argval)
+        elif step.opname == "STORE_ATTR" and step.argval in read:
+            yield step.argval

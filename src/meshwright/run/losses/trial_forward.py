@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from meshwright._torch_private import PlainCheckpoints
 from meshwright.apply.modules.copies import own_copy
-from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.modules.modes import set_eval_flags
+from meshwright.apply.state.buffers import BufferSnapshot, buffer_digests
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.state.undisturbed import GeneratorStates, buffer_versions, draw_ahead, undisturbed
 from meshwright.describe.batches import split_samples
@@ -102,7 +103,9 @@ class TrialOutcome:
     obstacle: str | None = None
     """Why nothing can be concluded from it."""
     written: tuple[tuple[str, Tensor], ...] = ()
-    """Parameters that the forward has set, by FQN; they are put back."""
+    """Parameters that the forward has set, by FQN, or numbers that stand for their values; they are put back."""
+    left: frozenset[str] = frozenset()
+    """Those that are too large to be put back."""
     own_generator: str = ""
     """The place of a generator of the model's own that has drawn."""
     changes: tuple[str, ...] = ()
@@ -135,7 +138,7 @@ def run_trial(
     batch = own_copy(trial.batch)  # the next trial, and the step, take what this one's code may write into
     with undisturbed(module, device):
         if trial.evaluates:
-            module.eval()
+            set_eval_flags(module)
         elif trial.draws is not None:
             module.train()
         normalises = any(
@@ -143,6 +146,7 @@ def run_trial(
         )
         draw_ahead(device, trial.ahead or 0)
         generators, versions, watch = GeneratorStates(device), buffer_versions(module), TrialWatch()
+        numbers = _buffer_numbers(module)
         outside = _OutsideState(module, is_kept=bool(trial.slopes) or trial.then is not None)
         slopes: dict[str, list[float]] = {}
         try:
@@ -181,7 +185,7 @@ def run_trial(
             obstacle = "it normalises with statistics of the batch"
         elif trial.ahead is None and generators.have_moved():
             obstacle = DRAWS
-        elif buffer_versions(module) != versions:
+        elif buffer_versions(module) != versions and _buffer_numbers(module) != numbers:  # a proof puts them back
             obstacle = "it writes into its buffers"
         return TrialOutcome(
             value,
@@ -201,6 +205,12 @@ def run_trial(
 def _without_checkpoints() -> contextlib.AbstractContextManager[None]:
     """Return the context in which torch.utils.checkpoint has a graph at once: a reentrant one gives no gradients on request."""
     return PlainCheckpoints(lambda: True, lambda _: None)
+
+
+def _buffer_numbers(module: nn.Module) -> list[tuple[str, str | int]]:
+    """Return what tells the buffers' numbers from others; of those without strides, which tensor it is, and of what version."""
+    dense = {name: digest for name, _, _, digest in buffer_digests(module)}
+    return [(name, dense.get(name, id(held) + held._version)) for name, held in module.named_buffers()]
 
 
 class _OutsideState:

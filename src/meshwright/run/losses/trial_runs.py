@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.assigned import assigned_parameters
-from meshwright.apply.state.kept_parameters import KeptParameters
+from meshwright.apply.state.kept_parameters import KeptParameters, is_kept
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import call_model
 from meshwright.run.losses.loss import LossTerm
@@ -59,7 +59,9 @@ def _run_kept(
     """Run a trial, and restore the parameters with values on this rank, all or `only` these, that its forward has written."""
     parameters = KeptParameters(module, only)
     outcome = run_trial(module, device, trial, forward, term, has_graph=has_graph)
-    return dataclasses.replace(outcome, written=tuple(parameters.restore()))
+    written = tuple(parameters.restore())
+    left = frozenset(name for name, value in written if not is_kept(value))
+    return dataclasses.replace(outcome, written=written, left=left)
 
 
 def _run_once_more(
@@ -98,9 +100,8 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
     """
     found: Evidence | None = None
     wanted = [] if trials is None else next(trials)
-    # Whole, and as long, are all parameters, or under ZeRO-3 those that the model's code sets.
-    kept = assigned_parameters(module) if engine.holds_parts else None
-    run = run_trial if engine.copies > 1 else functools.partial(_run_kept, only=kept)
+    # In their places all the time are all parameters, or under ZeRO-3 those that the model's code sets.
+    kept = assigned_parameters(module) if engine.puts_aside else None
     while True:
         own = [sum(trial.num_forwards for trial in wanted), any(trial.slopes for trial in wanted)]
         told = engine.everyone.all_gather_json(own, device=engine.device)
@@ -116,7 +117,7 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
             outcomes = []
             for trial in wanted:
                 due = forward.num + trial.num_forwards
-                outcomes.append(run(module, engine.device, trial, forward, term))
+                outcomes.append(_run_kept(module, engine.device, trial, forward, term, only=kept))
                 for _ in range(due - forward.num):  # its first one has raised
                     engine.idle_pass()
             for _ in range(most - own[0]):
@@ -168,7 +169,10 @@ def _told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torc
         group: The ranks that ran them together.
         device: Where this travels.
     """
-    own = [[outcome.obstacle, outcome.value, outcome.weight, list(outcome.parts)] for outcome in outcomes]
+    own = [
+        [outcome.obstacle, outcome.value, outcome.weight, list(outcome.parts), _marks_of(outcome), sorted(outcome.left)]
+        for outcome in outcomes
+    ]
     told = group.all_gather_json(own, device=device)
     return [_agreed(outcome, [row[place] for row in told]) for place, outcome in enumerate(outcomes)]
 
@@ -176,7 +180,32 @@ def _told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torc
 def _agreed(outcome: TrialOutcome, rows: Sequence[Any]) -> TrialOutcome:
     obstacle = next((row[0] for row in rows if row[0] is not None), None)
     known = [row for row in rows if row[0] is None and all(map(math.isfinite, row[3] or [row[1]]))]
-    _, value, weight, parts = (known or rows)[0]
+    _, value, weight, parts, _, _ = (known or rows)[0]
+    marks: dict[str, list[float]] = {}
+    for row in rows:
+        for name, numbers in row[4]:
+            marks.setdefault(name, []).extend(numbers)
     return dataclasses.replace(
-        outcome, obstacle=obstacle, value=value, weight=weight, parts=tuple(parts), branches=False
+        outcome,
+        obstacle=obstacle,
+        value=value,
+        weight=weight,
+        parts=tuple(parts),
+        branches=False,
+        written=tuple((name, torch.tensor(numbers, dtype=torch.float64)) for name, numbers in marks.items()),
+        left=frozenset(name for row in rows for name in row[5]),
     )
+
+
+def _marks_of(outcome: TrialOutcome) -> list[tuple[str, list[float]]]:
+    """Return (FQN, numbers that stand for this rank's values) of the parameters that a trial's forward has set."""
+    marks: list[tuple[str, list[float]]] = []
+    for name, value in outcome.written:
+        flat = value.detach().reshape(-1)
+        flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
+        waves = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device)
+        # Of one size each, so that a difference shows beside them; which entry has changed shows as well.
+        marks.append(
+            (name, [float(flat.norm()), *(float(flat @ (2 + wave(waves))) for wave in (torch.cos, torch.sin))])
+        )
+    return marks

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from meshwright.apply.state.kept_parameters import is_kept
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import WHOLE_BATCH
 
 __all__: list[str] = []
 
 
-def find_dependent(first: Sequence[tuple[str, torch.Tensor]], other: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+def find_dependent(
+    first: Sequence[tuple[str, torch.Tensor]], other: Sequence[tuple[str, torch.Tensor]], *, left: Collection[str]
+) -> str | None:
     """Return the FQN of a parameter that two forwards set to different values, or None.
 
     Args:
         first: (FQN, value) of the parameters set by one batch.
         other: The same for another batch.
+        left: Those that the first forward has left as it set them.
     """
     others = dict(other)
     for name, value in first:
         there = others.get(name)
-        if there is None and not is_kept(value):
-            continue  # it is as the first forward left it
+        if there is None and name in left:
+            continue
         if there is None or not torch.allclose(value, there, rtol=1e-6, atol=0.0, equal_nan=True):
             return name
     return None

@@ -183,7 +183,7 @@ def _try_whole(
     whole = (yield [like])[0]
     if whole.written and len(parts) > 1:
         one = (yield [dataclasses.replace(like, batch=parts[0])])[0]
-        name = find_dependent(whole.written, one.written)
+        name = find_dependent(whole.written, one.written, left=whole.left)
         if name is not None:
             end = Evidence(obstacle=f"it sets its parameter '{name}' by the batch", written=name)
             return whole, like, end

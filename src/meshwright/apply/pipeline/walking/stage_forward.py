@@ -60,6 +60,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 from meshwright.apply.pipeline.walking.told_results import from_bytes, to_bytes
 from meshwright.apply.pipeline.walking.without_numbers import run_plain, zeros_like_meta
 from meshwright.apply.pipeline.walking.written import (
+    is_state,
     map_results,
     places_of_slots,
     refuse_unseen,
@@ -339,6 +340,9 @@ class StageForward(Bookkeeping):
         if may_draw(func, args, kwargs):
             pass_over_draw(list(tensors_in((args, kwargs))))  # the stage that runs it numbers it
         if target is not None:
+            if home is None and is_state(target, self._module):
+                for value in values:
+                    self.real(value)  # refuses what no stage sends: the write would be lost
             return self._write_elsewhere(func, target, values, home)
         if read:
             found = run_plain(func, *self._with_read((args, kwargs), read))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from meshwright.apply.pipeline.tracing.call_trace import Slot
 from meshwright.apply.pipeline.tracing.scene import Effect, Path, fields_of, places_in, tensors_below, tensors_of_call
+from meshwright.apply.pipeline.walking.stand_ins import StandIn
+from meshwright.apply.state.buffers import holds_values
 from meshwright.errors import ApplyError
 from meshwright.trees import LEAVES, like_mapping, map_tensors
 
@@ -127,3 +131,12 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # tensors of inference mode have none
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def is_state(tensor: Tensor, model: nn.Module) -> bool:
+    """Tell whether a tensor is memory of a parameter or buffer of a model that this rank holds."""
+    if isinstance(tensor, StandIn) or tensor.layout != torch.strided or not holds_values(tensor):
+        return False
+    held = (state for state in itertools.chain(model.parameters(), model.buffers()) if holds_values(state))
+    place = tensor.untyped_storage().data_ptr()
+    return any(state.layout == torch.strided and state.untyped_storage().data_ptr() == place for state in held)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.apply.modules.modes import set_flags
 from meshwright.apply.tensor.guards.asked import Followed
 from meshwright.apply.tensor.guards.described import digest
 from meshwright.apply.tensor.guards.signatures import Kind, describe_structure, names_of_sizes, proven_digests
@@ -53,7 +54,7 @@ class ProvenCalls:
         structures: set[str] = set()
         for mode in (None, True, False):
             if mode is not None:
-                module.train(mode)
+                set_flags([(child, mode) for child in module.modules()])
             structure = digest(describe_structure(module))
             if structure in structures:
                 continue  # the traced modes, already done
