@@ -73,8 +73,8 @@ def test_shares_of_data_parallel_ranks_may_differ(plan: str) -> None:
     # ZeRO gives every rank the owner's values after each step: only a sentinel of that very step sees another's copy.
     [("dp=2", 3), ("tp=2", 3), ("dp=2,tp=2", 3), ("dp=2,zero=1", 1), ("dp=2,zero=2", 1), ("dp=2,zero=3", 1)],
 )
-def test_one_flipped_bit_of_a_copy_is_found_at_the_next_sentinel(plan: str, every: int) -> None:
-    steps = max(every, jobs.FAULTY_STEP)
+def test_one_flipped_bit_of_a_copy_of_a_small_model_is_found_in_the_next_step(plan: str, every: int) -> None:
+    steps = jobs.FAULTY_STEP
     for told in _told(plan, jobs.train, "flip_bit", 8, every):
         _assert_stopped(told, "CorruptionError", steps, f"step {steps}, rank 1", "'blocks.0.norm.weight'")
         assert (told["part"], told["rank"], told["code"]) == ("blocks.0.norm.weight", 1, 15)
@@ -148,16 +148,18 @@ def test_another_learning_rate_is_refused_before_the_next_step(plan: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "word"),
+    ("fault", "word", "steps"),
     [
-        ("other_betas", "'betas' of group 0"),
-        ("other_mode", "whether module 'blocks.0' trains"),
-        ("other_precision", "get_float32_matmul_precision"),
+        ("other_betas", "'betas' of group 0", jobs.FAULTY_STEP),
+        ("other_mode", "whether module 'blocks.0' trains", jobs.FAULTY_STEP),
+        ("other_precision", "get_float32_matmul_precision", 3),
     ],
 )
 @pytest.mark.parametrize("plan", ["dp=2,zero=2", "pp=2"])
-def test_other_options_are_refused_at_the_next_sentinel(plan: str, fault: str, word: str) -> None:
-    _assert_stopped(_told(plan, jobs.train_and_restore, fault)[0], "ApplyError", 3, word)
+def test_other_options_are_refused_in_the_next_step_and_torchs_switches_at_a_sentinel(
+    plan: str, fault: str, word: str, steps: int
+) -> None:
+    _assert_stopped(_told(plan, jobs.train_and_restore, fault)[0], "ApplyError", steps, word)
 
 
 @pytest.mark.parametrize(

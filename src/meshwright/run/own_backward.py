@@ -15,6 +15,7 @@ from meshwright.errors import ApplyError
 from meshwright.run.agreement import raise_first, told_of
 from meshwright.run.loss_graph import LossGraph, foreign_error, foreign_parameters
 from meshwright.run.losses.loss import Loss
+from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.digest import digest_text
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
@@ -28,6 +29,8 @@ OWN_MEAN = (
 """Reason of a plan whose batches an own loop has."""
 _BITS = 20
 """Of a description that ranks compare: sums of its squares are exact in float64."""
+_APART = 1e-3
+"""Relative difference of a loss between ranks that share layers, above what the roundings of any dtype give."""
 
 
 class TakesPart(Protocol):
@@ -217,15 +220,20 @@ class OwnBackward(Generic[LoopT]):
         if not self._weight:
             total = torch.zeros((), dtype=torch.float64)  # the mean over no sample is not a number
         weight = self._weight if self._broken is None else 0.0
+        circle = Circle.over(self._loop.plan.mesh, everyone.rank, "tp")
         mine = [weight, total.item(), float(self._broken is not None), float(code), float(code * code)]
+        terms = [part * circle.factor for part in (weight, total.item())]
+        mine += [*terms, *map(abs, terms)]
         told = torch.tensor(mine, dtype=torch.float64, device=device)
         everyone.all_reduce(told)
-        self._total, loss_sum, num_broken, codes, squares = told.tolist()
+        self._total, loss_sum, num_broken, codes, squares, *apart = told.tolist()
         if num_broken:
             reasons = everyone.all_gather_json(told_of(self._broken), device=device)
             raise_first(reasons, self._broken, everyone.ranks)
         if round(squares) * everyone.size != round(codes) ** 2:
             self._raise_different()
+        if not circle.is_alone and self._are_apart(*apart):
+            self._raise_apart(circle.ranks, mine[:2])
         if not self._total:
             raise ApplyError(
                 "the weights of a loss add up to 0 over all ranks, so that it is 0 / 0",
@@ -243,6 +251,27 @@ class OwnBackward(Generic[LoopT]):
             f"{engine.everyone.ranks[other]}",
             fix="run the same forwards and backwards on every rank, with a batch of 0 samples and weight=0 where there are none",
         )
+
+    def _are_apart(self, weight: float, total: float, weight_size: float, total_size: float) -> bool:
+        """Tell whether weights or sums of losses differ by more than roundings, of which a loss near 0 may have many."""
+        floor = float(torch.finfo(self._value.dtype).eps) ** 0.5
+        return abs(weight) > _APART * weight_size or abs(total) > _APART * total_size + floor * weight_size
+
+    def _raise_apart(self, ranks: Sequence[int], mine: Sequence[float]) -> None:
+        """Raise where ranks that share layers have other losses of one batch, or other weights; every rank calls it."""
+        engine = self._loop.engine
+        told = engine.everyone.all_gather_json([list(ranks), *map(repr, mine)], device=engine.device)
+        for place, (theirs, weight, total) in enumerate(told):
+            first = told[engine.everyone.ranks.index(theirs[0])]
+            sizes = [(float(weight), float(first[1])), (float(total), float(first[2]))]
+            # Each pair as the sum over all ranks has it, which has found that one of them differs.
+            if any(abs(odd - usual) > _APART / 2 * abs(usual) for odd, usual in sizes):
+                raise ApplyError(
+                    f"ranks {theirs} share the layers and the batch under the plan '{self._loop.plan}', and have other losses of "
+                    f"it: sum {first[2]} and weight {first[1]} on rank {theirs[0]}, {total} and {weight} on rank "
+                    f"{engine.everyone.ranks[place]}",
+                    fix="compute the same loss with the same weight on these ranks: its code must not depend on the rank",
+                )
 
     def root(self) -> torch.Tensor:
         """Return the gradient from which this rank's backward starts."""

@@ -94,9 +94,8 @@ class OwnLoop:
         self.has_looked_at_graph = False
         """Whether all of a loss's graph has been walked through once."""
         self._gradients_left = WrittenGradients(self.engine, plan)
-        self._has_told_of_norms = False
+        self._has_told_of_norms = self._norm_is_finite = False
         self._value = 0.0
-        self._norm_is_finite = False
         self._around_step: contextlib.ExitStack | None = None
         self.has_ranks = self.engine.everyone.size > 1
         if self.has_ranks:
@@ -133,6 +132,7 @@ class OwnLoop:
         self._on_phase("forward")
         if engine.copies > 1:
             self._agree((args, kwargs)).wait()
+        self.stepper.sentinels.begin_own_forward()
         before = graph_of([t for t in tensors_in((args, kwargs)) if t.requires_grad])
         with self.stepper.casts.in_forward():
             outputs = engine.own_forward(args, kwargs)

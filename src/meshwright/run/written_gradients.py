@@ -20,6 +20,7 @@ __all__: list[str] = []
 
 TOPIC = "gradient"
 SCALE = "gradient scale"
+NAMES = "names of gradients"
 DONE = "done to gradients"
 _MOST_DONE = 16
 """Calls before a step that are kept in words [count]."""
@@ -41,6 +42,7 @@ class WrittenGradients:
         self._plan = plan
         has_ranks = engine.everyone.size > 1
         self._circle = Circle.over(plan.mesh, engine.everyone.rank, "dp", "cp") if has_ranks else None
+        self._sharing = Circle.over(plan.mesh, engine.everyone.rank, "tp") if has_ranks else None
         self._everyone = Circle(tuple(engine.everyone.ranks), engine.everyone.rank)
         self._done: list[str] = []
         """What was done to the gradients since the last step that ranks must have done alike, in words and in order."""
@@ -54,7 +56,7 @@ class WrittenGradients:
     def leave(self) -> None:
         """Take note of the gradients as they are now: they are the whole batch's."""
         self._num_left = self._num_there()
-        if self._circle is None or self._circle.is_alone:
+        if self._everyone.is_alone:
             return
         holders = self._engine.gradient_holders()
         self._left = {id(holder): (holder.grad, holder.grad._version) for holder in holders if holder.grad is not None}
@@ -144,7 +146,7 @@ class WrittenGradients:
 
     def are_written(self) -> bool:
         """Whether the script has written any since."""
-        if self._circle is None or self._circle.is_alone:
+        if self._everyone.is_alone:
             return False
         return bool(self._written()) or not (self._norms is None or self._norms.are_of(self._pieces()))
 
@@ -153,17 +155,20 @@ class WrittenGradients:
         circle = self._circle
         if self._everyone.is_alone:
             return []
-        done = Saying(DONE, self._everyone, digest_text(", ".join(self._all_done())) & 2**63 - 1)
-        if circle is None or circle.is_alone:
-            return [done]
+        said = [Saying(DONE, self._everyone, digest_text(", ".join(self._all_done())) & 2**63 - 1)]
         written = self._written()
+        if self._sharing is not None and not self._sharing.is_alone:
+            names = digest_text(",".join(name for name, _ in written)) if written else 0
+            said.append(Saying(NAMES, self._sharing, names & 2**63 - 1))
+        if circle is None or circle.is_alone:
+            return said
         digest = 0
         if written:
             digest = digest_of([grad.coalesce().values() if grad.is_sparse else grad for _, grad in written])
             digest += digest_text(",".join(name for name, _ in written))
         factor = self._factor_before * self._factor()
         scale = 0 if math.isnan(factor) else round(factor * 2**20) + 1
-        return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1), done]
+        return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1), *said]
 
     def explain(self, topics: Sequence[str]) -> None:
         """Raise where ranks have written different gradients; called on every rank.
@@ -175,6 +180,8 @@ class WrittenGradients:
             self._explain_done()
         if SCALE in topics:
             self._explain_scale()
+        if NAMES in topics and TOPIC not in topics:
+            self._explain_names()
         if TOPIC not in topics:
             return
         told = self._engine.everyone.all_gather_json([name for name, _ in self._written()], device=self._engine.device)
@@ -195,6 +202,23 @@ class WrittenGradients:
             "of the model in another way",
             fix="make the same calls with the same limits on every rank: model.backward, clip_grad_norm, zero_grad",
         )
+
+    def _explain_names(self) -> None:
+        """Raise where a rank has written a gradient of which another one has a part, and not written it there."""
+        engine = self._engine
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        holders = [holder for holder in engine.gradient_holders() if holder.grad is not None and holder.grad.numel()]
+        held = [names[id(holder)] for holder in holders if id(holder) in names]
+        told = engine.everyone.all_gather_json([[name for name, _ in self._written()], held], device=engine.device)
+        for place, (written, _) in enumerate(told):
+            for name in written:
+                idle = [r for r, (w, h) in zip(engine.everyone.ranks, told, strict=True) if name in h and name not in w]
+                if idle:
+                    raise ApplyError(
+                        f"the script has written the gradient of '{name}' on rank {engine.everyone.ranks[place]} since "
+                        f"model.backward(), and not on rank(s) {idle}, which have a part or a copy of it (plan: {self._plan})",
+                        fix="change gradients alike on every rank",
+                    )
 
     def _explain_scale(self) -> None:
         """Raise where ranks have multiplied their pieces by different numbers; nothing where roundings differ."""

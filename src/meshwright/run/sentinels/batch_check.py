@@ -12,7 +12,7 @@ from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError
 from meshwright.mesh import MeshSpec
 from meshwright.run.sentinels.circles import circles_of
-from meshwright.run.sentinels.digest import digest_batch, digest_rows, digest_tensor, named_tensors
+from meshwright.run.sentinels.digest import digest_batch, digest_rows, digest_tensor, named_tensors, named_values
 
 __all__: list[str] = []
 
@@ -51,6 +51,7 @@ def raise_different_batches(
         device: Where it computes.
     """
     rows = [[name, str(tuple(t.shape)), _kind_text(t), f"{digest_tensor(t):x}"] for name, t in named_tensors(batch)]
+    rows += [[name, "", "", text] for name, text in named_values(batch)]
     everyone = group.all_gather_json(None if batch is None else rows, device=device)
     for circle in circles_of(mesh, *axes):
         first = circle.ranks[0]
@@ -81,12 +82,14 @@ def _first_difference(mine: Any, theirs: Any) -> tuple[str | None, str] | None:
         )
     names, other_names = [row[0] for row in mine], [row[0] for row in theirs]
     if names != other_names:
-        return None, f"it holds other tensors: {', '.join(names)}, and {', '.join(other_names)}"
+        return None, f"it holds other tensors or values: {', '.join(names)}, and {', '.join(other_names)}"
     for (name, shape, dtype, digest), (_, other_shape, other_dtype, other_digest) in zip(mine, theirs, strict=True):
         if shape != other_shape:
             return None, f"{_shown(name)} has other shapes: {shape} and {other_shape}"
         if dtype != other_dtype:
             return None, f"{_shown(name)} has other dtypes: {dtype} and {other_dtype}"
+        if digest != other_digest and not shape:
+            return None, f"{_shown(name)} is {digest[:60]} and {other_digest[:60]}"
         if digest != other_digest:
             return name, f"{_shown(name)} has other values"
     return None

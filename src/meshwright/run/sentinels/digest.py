@@ -32,6 +32,9 @@ _EDGE = 2**14
 """What is read of such a tensor's begin and end [bytes]."""
 _SAMPLES = 2**11
 """Words that are read between them [count]."""
+_VALUES = (bool, int, float, complex, str, type(None))
+_MOST_VALUES = 500
+"""Values of a batch beside tensors that are compared [count]."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPE_NUMBERS = {
     dtype: number
@@ -77,7 +80,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_batch(batch: Any, *, whole: bool) -> int:
-    """Return the digest of a batch's tensors: shapes, dtypes, values, and whether they require a gradient.
+    """Return the digest of a batch: its tensors' shapes, dtypes, values and whether they require a gradient; other values.
 
     It is fast rather than strong, and depends on the device; where it differs, `digest_tensor` decides.
 
@@ -94,7 +97,8 @@ def digest_batch(batch: Any, *, whole: bool) -> int:
         total = _follow(total, hash((*tensor.shape, kind)) if is_known else digest_of_shape(tensor))
         total = _follow(total, tensor.requires_grad)
         total = _follow(total, _quick(tensor, whole=whole))
-    return total
+    values = named_values(batch)
+    return _follow(total, digest_text(repr(values))) if values else total
 
 
 def digest_of_shape(tensor: torch.Tensor) -> int:
@@ -126,6 +130,21 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
     else:
         for number, tensor in enumerate(tensors_in(tree)):
             yield f"{name}, tensor {number}".removeprefix(", "), tensor
+
+
+def named_values(tree: Any, name: str = "") -> list[tuple[str, str]]:
+    """Return (path, value as text) of the numbers, flags and texts inside the containers, at most some hundred."""
+    found: list[tuple[str, str]] = []
+    if isinstance(tree, Mapping) or (isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields")):
+        items: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            if not isinstance(value, torch.Tensor):
+                found += named_values(value, f"{name}[{key!r}]")
+            if len(found) >= _MOST_VALUES:
+                break
+    elif type(tree) in _VALUES:
+        found.append((name or "the batch", repr(tree)))
+    return found
 
 
 def _follow(total: int, following: int) -> int:

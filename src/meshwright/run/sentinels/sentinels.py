@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -35,11 +34,14 @@ from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings
 from meshwright.run.sentinels.apart import ApartWatch, refuse_written_apart
 from meshwright.run.sentinels.batch_check import raise_different_batches, warn_of_equal_shares
+from meshwright.run.sentinels.between import SettingsWatch
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.common_draws import CommonDraws
-from meshwright.run.sentinels.copies_check import allowed_difference, compare_copies
+from meshwright.run.sentinels.copies_check import compare_copies
+from meshwright.run.sentinels.copies_in_turn import CopiesInTurn
 from meshwright.run.sentinels.digest import digest_batch, digest_of, digest_rng, digest_text
 from meshwright.run.sentinels.name_orders import require_equal_in_order
+from meshwright.run.sentinels.outcome import bits_of, compare_outcome
 from meshwright.run.sentinels.shared_batches import SharedBatches
 from meshwright.run.sentinels.writes import StateWatch
 
@@ -85,6 +87,9 @@ class Sentinels:
         self._everyone = Circle.over(mesh, rank, "pp", "dp", "cp", "tp")
         self._mesh = mesh
         self._watch = StateWatch(engine, optimizer)
+        self._settings = SettingsWatch(engine)
+        self._options = settings.OptionsDigest(optimizer)
+        self._in_turn = CopiesInTurn(engine, self._copying, self._drawing)
         self._apart = ApartWatch(engine)
         self.shared_batches = SharedBatches()
         self.shared_batches.is_watching = self.is_watching and not self._copying.is_alone
@@ -164,14 +169,15 @@ class Sentinels:
         if not self._copying.is_alone:
             values = [parameter for _, parameter in self._watch.written_parameters()] if written else []
             found.append(Saying("values", self._copying, digest_of(values) if values else 0))
-        mode = repr(self._engine.module.training)
-        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast + mode)
+        modes = self._settings.modes()
+        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast + modes) + self._options.value()
         if self._compares_outcome:
-            common += int.from_bytes(_bits(self._outcome[0]), "little") + 3 * int.from_bytes(
-                _bits(self._outcome[1]), "little"
+            common += int.from_bytes(bits_of(self._outcome[0]), "little") + 3 * int.from_bytes(
+                bits_of(self._outcome[1]), "little"
             )
         found.append(Saying("common", self._everyone, common & 2**63 - 1))
-        return found
+        found.append(Saying("settings", self._everyone, self._settings.digest()))
+        return [*found, *self._in_turn.sayings()]
 
     def explain(self, topics: Sequence[str]) -> None:
         """Find the difference between the ranks and raise; called on every rank.
@@ -190,8 +196,9 @@ class Sentinels:
         if "common" in topics:
             mode = ("whether the model is in training mode", repr(engine.module.training))
             rows = [("the dtype of torch.autocast", self._autocast), mode, *settings.of_options(self._optimizer)]
+            rows += settings.of_modes(engine.module)
             settings.raise_different(engine.everyone, rows, engine.device)
-            findings = self._compare_outcome(*self._outcome, step=self._step + self.first_step - 1)
+            findings = compare_outcome(engine, *self._outcome, step=self._step + self.first_step - 1)
             self._report([*compare_copies(engine, self._optimizer), *findings])  # the loss function's settings say more
             # Compared only at sentinels from here on: it differs by the order of additions, or was reported.
             self._compares_outcome = False
@@ -199,6 +206,11 @@ class Sentinels:
             self._report(self._watch.compare(engine.everyone, self._mesh))
         elif "values" in topics:
             refuse_written_apart(engine, self._mesh, self._watch.written_parameters())
+        if "settings" in topics:
+            self._found += self._settings.explain()
+        if self._in_turn.is_topic(topics):
+            self._in_turn.stop()  # with on_finding="warn" sentinels alone compare from here on
+            self._report(compare_copies(engine, self._optimizer))
         if "draws" in topics:
             self._common.draw_together(self._step)
         if "python" in topics:
@@ -249,24 +261,33 @@ class Sentinels:
             return
         findings = list(self._engine.end_inspection()) if self._part is not None else []
         findings += [] if self.recompute is None else self.recompute.end_inspection()
-        self._report([*findings, *self._compare_outcome(loss, norm, step=self._step + self.first_step)])
+        self._report([*findings, *compare_outcome(self._engine, loss, norm, step=self._step + self.first_step)])
 
     def end_step(self, loss: float, norm: float) -> list[str]:
         """Record the end of a step; return its findings as texts."""
         self.end_draws()
         if self.is_watching:
             self._outcome = (loss, norm)
+            self._in_turn.note()
             self._watch.note(keeps_imprint=(self._step + 1) % self._every == 0)
         self._batch = None
         return self._found
 
     def end_draws(self) -> None:
-        """Give this rank its generator back, where it drew with those of another model's ranks."""
+        """Give this rank its generator back, where it drew with those of another model's ranks; modules have run."""
         self._common.give_back()
+        if self.is_watching:
+            self._settings.note()
+
+    def begin_own_forward(self) -> None:
+        """Remember what a script has set on modules, which a forward of its own may set, too."""
+        if self.is_watching:
+            self._settings.look()
 
     def forget_state(self) -> None:
         """Forget what this rank held at the end of the last step: other values were loaded, on every rank."""
         self._watch.forget()
+        self._in_turn.forget()
 
     def refuse_apart(
         self, before: Callable[[], None] | None = None, *, is_whole: bool = False, in_turn: bool = False
@@ -284,29 +305,6 @@ class Sentinels:
     def take_whole_writes(self) -> None:
         """Take what was written inside `whole_parameters`; called where every rank leaves it."""
         self._watch.take_whole_writes()
-
-    @property
-    def _roundings(self) -> float:
-        """Relative change of a loss by a few roundings, in the coarsest dtype of the parameters."""
-        if self._engine.copies == 1:
-            return 0.0
-        dtypes = [parameter.dtype for parameter in self._engine.parameters if parameter.is_floating_point()]
-        return 64 * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-
-    def _compare_outcome(self, loss: float, norm: float, *, step: int) -> list[Finding]:
-        """Return a finding where this rank's loss or norm differs from the first rank's; every rank calls it."""
-        engine = self._engine
-        mine = torch.tensor([loss, norm], dtype=torch.float64, device=engine.device)
-        first = engine.everyone.all_gather(mine)[0].tolist()
-        # Where ranks that share layers each compute the loss, they may add up in another order: a few roundings.
-        tolerance = max(allowed_difference(engine.device, torch.float32), self._roundings)
-        findings = []
-        for part, value, usual in (("loss", loss, first[0]), ("gradient norm", norm, first[1])):
-            difference = abs(value - usual) / max(abs(usual), 1e-300)
-            if _bits(value) != _bits(usual) and not difference <= tolerance:
-                text = f"the {part} of step {step} is {value!r}, and {usual!r} on rank {engine.everyone.ranks[0]}"
-                findings.append(Finding(part=part, difference=difference, tolerance=tolerance, text=text))
-        return findings
 
     # -- findings ---------------------------------------------------------------------------------------------------
 
@@ -390,7 +388,3 @@ def _text(step: int, rank: int, finding: Finding) -> str:
     if math.isnan(finding.difference):
         return found
     return f"{found} (largest difference {finding.difference:.2g} of the largest entry, allowed are {finding.tolerance:.1g})"
-
-
-def _bits(value: float) -> bytes:
-    return struct.pack("<d", value)

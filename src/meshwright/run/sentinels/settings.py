@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import operator
 import re
 import sys
 import types
@@ -23,6 +24,7 @@ from torch import nn
 from meshwright.comm.communicator import Communicator
 from meshwright.errors import ApplyError, ConfigError
 from meshwright.run.sentinels.code_digest import digest_class, digest_function
+from meshwright.run.sentinels.digest import digest_text
 
 __all__: list[str] = []
 
@@ -41,6 +43,7 @@ _UUID = re.compile(
 )
 """Identities that `uuid` makes, other ones in each process: code takes them for keys (fairseq's attention), not for numbers."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_CPU = torch.device("cpu")
 _FIRST_ADDRESS = 2**32
 _DENORMAL = 1e-310
 _DEPTH = 4
@@ -146,12 +149,19 @@ def of_optimizer(optimizer: torch.optim.Optimizer | None, names: Mapping[int, st
     return rows + of_options(optimizer)
 
 
-def of_options(optimizer: torch.optim.Optimizer | None) -> Rows:
-    """Return the options of each of an optimizer's groups, which a schedule may change."""
+def of_options(optimizer: torch.optim.Optimizer | None, *, on_host: bool = False) -> Rows:
+    """Return the options of each of an optimizer's groups, which a schedule may change.
+
+    Args:
+        optimizer: The optimizer, or None.
+        on_host: Whether to leave out tensors on another device, which would be waited for, and learning rates.
+    """
     rows: Rows = []
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for key in sorted(group.keys() - {"params", "param_names"}):
             shown = "the learning rate" if key == "lr" else f"the optimizer's '{key}'"
+            if on_host and (key == "lr" or getattr(group[key], "device", _CPU) != _CPU):
+                continue
             text = text_of(group[key])
             if text is not None:
                 rows.append((f"{shown} of group {number}", text))
@@ -164,6 +174,31 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> str:
     rates = [group.get("lr") for group in groups]
     on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
     return repr([float(r) if isinstance(r, torch.Tensor) and r.numel() == 1 else r for r in on_host])
+
+
+class OptionsDigest:
+    """A digest of an optimizer's options but for learning rates, made anew where a value was replaced.
+
+    Args:
+        optimizer: The optimizer, or None.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._values: list[Any] | None = None
+        self._digest = 0
+
+    def value(self) -> int:
+        """Return the digest."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        values = [
+            value for group in groups for key, value in group.items() if key not in ("params", "param_names", "lr")
+        ]
+        is_known = self._values is not None and len(values) == len(self._values)
+        if not is_known or not all(map(operator.is_, values, self._values or ())):
+            rows = of_options(self._optimizer, on_host=True)
+            self._values, self._digest = values, digest_text(repr(rows))
+        return self._digest
 
 
 def of_trainable(module: nn.Module) -> Rows:

@@ -8,7 +8,8 @@ a sentinel all of them are checked, with the optimizer's state (`imprint.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from meshwright.run.sentinels.imprint import Change, Imprint, change_of
 __all__: list[str] = []
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STATE = "the optimizer's state"
 _PIECES = "what this rank's optimizer updates"
 _WINDOW_BYTES = 2**14
 """What is looked at in one step, of that which has no copy [bytes]."""
@@ -42,6 +44,7 @@ class StateWatch:
         self._turn = 0
         self._seen: torch.Tensor | None = None
         self._imprint: Imprint | None = None
+        self._state: tuple[Any, int] = (None, 0)
 
     def _find(self) -> None:
         named = dict(self._engine.module.named_parameters())
@@ -53,7 +56,7 @@ class StateWatch:
         self._labels = [*named, *(fqns.get(id(piece), _PIECES) for piece in pieces)]
         self._tensors = [*named.values(), *pieces]
         on_host = [(name, value.detach().view(-1)) for name, value in self._alone() if value.device.type == "cpu"]
-        self._windows = list(_windows(on_host))
+        self._windows = list(windows_of(on_host))
 
     def _alone(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, values) of contiguous tensors that no other rank holds for longer than a step.
@@ -67,7 +70,7 @@ class StateWatch:
         for name, tensor in zip(self._labels, self._tensors, strict=True):
             start, size = _place(tensor)
             is_known = any(first <= start and start + size <= last for first, last in seen)
-            if _is_plain(tensor) and (start, size) not in copied and not is_known:
+            if is_plain(tensor) and (start, size) not in copied and not is_known:
                 seen += [(start, start + size)] if has_pieces else []
                 yield name, tensor
 
@@ -81,10 +84,10 @@ class StateWatch:
         for name, tensor in zip(self._labels, self._tensors, strict=True):
             is_alone = tensor in state and (_place(tensor) not in copied or _PIECES in self._names)
             for key, value in state[tensor].items() if is_alone else ():
-                if isinstance(value, torch.Tensor) and _is_plain(value):
+                if isinstance(value, torch.Tensor) and is_plain(value):
                     yield f"{name} (the optimizer's {key})", value
         for name, buffer in self._engine.module.named_buffers():
-            if _is_plain(buffer) and _place(buffer) not in copied:
+            if is_plain(buffer) and _place(buffer) not in copied:
                 yield name, buffer
 
     def forget(self) -> None:
@@ -101,6 +104,7 @@ class StateWatch:
         if not self._tensors:
             self._find()
         self._versions = [tensor._version for tensor in self._tensors]
+        self._state = self._kept()
         self._imprint = Imprint(list(self._kept_alone())) if keeps_imprint else None
         if self._windows:
             self._turn = (self._turn + 1) % len(self._windows)
@@ -125,8 +129,17 @@ class StateWatch:
         return torch.cat([part for _, part in self._windows[self._turn]])
 
     def written(self) -> list[str]:
-        """Return the FQNs of the parameters written since the last step ended; one entry stands for all their pieces."""
-        return self._written(self._names)
+        """Return the FQNs of the parameters written since the last step ended; one entry stands for all their pieces.
+
+        The optimizer's state is one more where it was loaded, cleared or given entries.
+        """
+        state, size = self._kept()
+        is_known = self._versions is None or (state is self._state[0] and size == self._state[1])
+        return [*self._written(self._names), *([] if is_known else [_STATE])]
+
+    def _kept(self) -> tuple[Any, int]:
+        state = getattr(self._optimizer, "state", None)
+        return state, len(state) if isinstance(state, Mapping) else 0
 
     def _written(self, names: list[str]) -> list[str]:
         versions = self._versions
@@ -213,7 +226,8 @@ def _finding(name: str, text: str, difference: float = math.nan) -> Finding:
     return Finding(part=name, difference=difference, tolerance=0.0, text=f"{text}, between two steps")
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's memory is its values alone, each once."""
     is_there = tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in _PLAIN
     return is_there and tensor.is_contiguous() and bool(tensor.numel()) and 0 not in tensor.stride()
 
@@ -222,8 +236,8 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _windows(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield lists of (name, part), each of one dtype and in total no larger than a window."""
+def windows_of(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield lists of (name, part of flat values), each of one dtype and in total no larger than a window."""
     kinds: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
     for name, values in named:
         kinds.setdefault(values.dtype, []).append((name, values))

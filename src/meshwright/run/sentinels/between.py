@@ -1,0 +1,184 @@
+"""What a script sets on modules between steps on some ranks alone: a rate of dropout, an epsilon, a flag, a hook.
+
+Numbers of torch's own layers decide results, so ranks that differ are refused. Attributes of the user's own classes may be
+notes of a rank's share (the last loss), and hooks may only look on (a logger on rank 0), so these are told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.modules.hooks import OwnHook
+from meshwright.apply.state.attributes import OF_TORCH
+from meshwright.run.sentinels.digest import digest_text
+from meshwright.run.sentinels.settings import Rows, raise_different, text_of
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
+_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_ABSENT = object()
+
+Slot = tuple[int, str]
+"""(number of a module, name of its attribute)."""
+
+
+class SettingsWatch:
+    """Attributes and hooks of modules, as a step, an evaluation or the last look left them.
+
+    A look costs about 0.3 microseconds for each module, and one for each attribute that has changed.
+
+    Args:
+        engine: The strategy.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._names: list[str] = []
+        self._owners: list[dict[str, Any]] = []
+        self._is_torchs: list[bool] = []
+        self._slots: list[Slot] = []
+        self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._size = -1
+        self._values: list[Any] = []
+        self._tables: list[dict[int, Any]] = []
+        self._hooks: list[int] = []
+        self._passed_over: set[str] = set()
+        """What was told, and is watched no more."""
+        self._is_noted = self._has_new_hooks = False
+        self._set: dict[str, Slot] = {}
+        self._changed: dict[str, Slot] = {}
+        """What the last digest was of, by name."""
+
+    def note(self) -> None:
+        """Take what modules hold now as known: a step or an evaluation has run their code."""
+        if not self._owners:
+            self._find()
+        self._values, self._hooks, self._is_noted = self._read(), self._num_hooks(), True
+
+    def _find(self) -> None:
+        modules = list(self._engine.module.named_modules())
+        self._names = [name for name, _ in modules]
+        self._owners = [vars(module) for _, module in modules]
+        self._is_torchs = [type(module).__module__.startswith("torch.nn.modules.") for _, module in modules]
+        self._tables = [own[key] for own in self._owners for key in _TABLES if key in own]
+        self._find_slots()
+
+    def _find_slots(self) -> None:
+        self._slots, self._getters, self._size = [], [], sum(map(len, self._owners))
+        for number, own in enumerate(self._owners):
+            keys = [key for key in own if key not in OF_TORCH and key != "training"]
+            self._slots += [(number, key) for key in keys]
+            if keys:  # with the last one twice, since a getter of one key gives no tuple
+                self._getters.append((operator.itemgetter(*keys, keys[-1]), own))
+                self._slots.append((number, keys[-1]))
+
+    def _read(self) -> list[Any]:
+        if sum(map(len, self._owners)) != self._size:
+            self._find_slots()
+        try:
+            return list(itertools.chain.from_iterable(getter(own) for getter, own in self._getters))
+        except KeyError:  # one was deleted, and another one added
+            self._find_slots()
+            return list(itertools.chain.from_iterable(getter(own) for getter, own in self._getters))
+
+    def _num_hooks(self) -> list[int]:
+        of_parameters = [getattr(p, key, None) for p in self._engine.parameters for key in _OF_PARAMETERS]
+        return [*map(len, self._tables), *(len(table) if table else 0 for table in of_parameters)]
+
+    def modes(self) -> str:
+        """Return the mode of each module as text, in their order."""
+        if not self._owners:
+            self._find()
+        return "".join(["1" if own.get("training") else "0" for own in self._owners])
+
+    def look(self) -> None:
+        """Remember what was set since `note`; called before modules run again."""
+        if not self._is_noted:
+            return
+        slots, before = self._slots, self._values
+        self._values = values = self._read()
+        if len(values) != len(before) or not all(map(operator.is_, values, before)):
+            then, now = dict(zip(slots, before, strict=True)), dict(zip(self._slots, values, strict=True))
+            for slot in dict.fromkeys([*then, *now]):
+                name = self._name(slot)
+                if then.get(slot, _ABSENT) is not now.get(slot, _ABSENT) and name not in self._passed_over:
+                    self._set[name] = slot
+        hooks, self._hooks = self._hooks, self._num_hooks()
+        self._has_new_hooks |= hooks != self._hooks
+
+    def digest(self) -> int:
+        """Return a digest of what was set since the last call, equal on ranks that have set the same."""
+        self.look()
+        self._changed, self._set = self._set, {}
+        has_new_hooks, self._has_new_hooks = self._has_new_hooks, False
+        rows = [(name, text) for name, slot in self._changed.items() if (text := self._text(slot)) is not None]
+        if not rows and not has_new_hooks:
+            return 0
+        return digest_text(repr((rows, self._user_hooks() if has_new_hooks else None)))
+
+    def _name(self, slot: Slot) -> str:
+        owner = self._names[slot[0]]
+        shown = f"module '{owner}'" if owner else "the model itself"
+        return f"attribute '{slot[1]}' of {shown}"
+
+    def _text(self, slot: Slot) -> str | None:
+        value = self._owners[slot[0]].get(slot[1], _ABSENT)
+        return "not there" if value is _ABSENT else text_of(value)
+
+    def _user_hooks(self) -> list[int]:
+        """Return how many hooks of the user's each table of the modules and the parameters has."""
+        if "hooks" in self._passed_over:
+            return []
+        of_parameters = [getattr(p, key, None) or {} for p in self._engine.parameters for key in _OF_PARAMETERS]
+        return [sum(not isinstance(h, OwnHook) for h in table.values()) for table in (*self._tables, *of_parameters)]
+
+    def explain(self) -> list[str]:
+        """Find what ranks have set otherwise; every rank calls it after digests have differed.
+
+        Returns:
+            What is told, the same on every rank.
+
+        Raises:
+            ApplyError: On every rank: a number or a flag of one of torch's layers differs.
+        """
+        everyone, device = self._engine.everyone, self._engine.device
+        mine = [[name, self._is_torchs[number]] for name, (number, _) in self._changed.items()]
+        told: Sequence[Any] = everyone.all_gather_json([mine, self._user_hooks()], device=device)
+        kinds = {name: is_torchs for changed, _ in told for name, is_torchs in changed}
+        refused = [name for name, is_torchs in kinds.items() if is_torchs]
+        if refused:
+            raise_different(everyone, self._rows(refused), device)
+        texts = []
+        ours = [name for name in kinds if name not in refused]
+        rows: Sequence[Any] = everyone.all_gather_json(self._rows(ours), device=device) if ours else []
+        for place, name in enumerate(ours):
+            said = [theirs[place][1] for theirs in rows]
+            odd = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+            if odd is not None:
+                ranks = everyone.ranks[0], everyone.ranks[odd]
+                texts.append(
+                    f"{name} was changed between steps: it is {said[0][:60]} on rank {ranks[0]} and {said[odd][:60]} on rank "
+                    f"{ranks[1]}. Where results depend on it, give every rank the same"
+                )
+                self._passed_over.add(name)
+        if any(hooks != told[0][1] for _, hooks in told):
+            counts = {everyone.ranks[place]: sum(hooks) for place, (_, hooks) in enumerate(told)}
+            texts.append(
+                f"ranks have registered other hooks of modules or gradients (their numbers by rank: {counts}). A hook that "
+                "changes results has to be on every rank; one that only looks on may be on one"
+            )
+            self._passed_over.add("hooks")
+        for text in texts if everyone.group_rank == 0 else ():
+            _LOG.warning("%s", text)
+        return texts
+
+    def _rows(self, names: Sequence[str]) -> Rows:
+        slots = {self._name(slot): slot for slot in self._slots}
+        return [(name, (self._text(slots[name]) or "...") if name in slots else "not there") for name in names]

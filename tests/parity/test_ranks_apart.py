@@ -1,0 +1,108 @@
+"""What a script does on one rank alone: refused in the next step by name, or told where it may be harmless."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.parity.jobs import apart_jobs as jobs
+
+from meshwright import testing
+
+OPTIONS = ("weight_decay", "betas", "maximize")
+
+
+def _same(function: Any, *args: Any) -> dict[str, Any]:
+    """Run on two ranks; both must have said the same."""
+    first, other = testing.run_ranks(function, 2, *args)
+    assert (first["kind"], first["text"]) == (other["kind"], other["text"])
+    return first
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_the_optimizer_that_one_rank_changes_is_refused(plan: str, option: str) -> None:
+    told = _same(jobs.train, plan, option)
+    assert told["kind"] == "ApplyError"
+    assert f"ranks disagree about the optimizer's '{option}' of group 0" in told["text"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("mode", "whether module 'blocks.1.drop' trains: it is True on rank 0 and False on rank 1"),
+        ("rate", "attribute 'p' of module 'blocks.0.drop': it is 0.1 on rank 0 and 0.7 on rank 1"),
+        ("epsilon", "attribute 'eps' of module 'blocks.1.norm'"),
+    ],
+)
+def test_a_setting_of_a_layer_that_one_rank_changes_is_refused(plan: str, act: str, words: str) -> None:
+    told = _same(jobs.train, plan, act)
+    assert told["kind"] == "ApplyError"
+    assert words in told["text"]
+
+
+@pytest.mark.parametrize(
+    ("act", "words"), [("data", "of which they are copies"), ("moments", "ranks have other values")]
+)
+def test_copies_that_come_apart_are_found_in_the_next_step_or_evaluation(act: str, words: str) -> None:
+    assert words in _same(jobs.train, "dp=2", act)["text"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
+def test_a_state_that_one_rank_clears_is_found(plan: str) -> None:
+    told = _same(jobs.train, plan, "cleared")
+    assert told["kind"] == "CorruptionError"
+    assert "'the optimizer's state': it was written to on rank(s) [1] and not on rank(s) [0]" in told["text"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [("scale", "attribute 'scale' of the model itself"), ("hook", "other hooks"), ("layer hook", "other hooks")],
+)
+def test_hooks_and_attributes_of_the_users_classes_are_told_once(plan: str, act: str, words: str) -> None:
+    told = _same(jobs.train, plan, act)
+    assert told["kind"] is None
+    assert len(told["findings"]) == 1
+    assert words in told["findings"][0]
+
+
+@pytest.mark.parametrize("act", ["nothing", "rate", "mode", "weight_decay", "scale", "hook", "data", "cleared"])
+def test_what_every_rank_does_is_no_difference(act: str) -> None:
+    told = _same(jobs.train, "dp=2", act, jobs.Net, True)
+    assert (told["kind"], told["findings"]) == (None, [])
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_a_note_of_a_share_is_no_setting(plan: str) -> None:
+    told = _same(jobs.train, plan, "nothing", jobs.Noting)
+    assert (told["kind"], told["findings"]) == (None, [])
+
+
+@pytest.mark.parametrize("act", ["rate", "mode", "weight_decay"])
+def test_own_loops_compare_settings_that_are_set_before_a_forward(act: str) -> None:
+    told = _same(jobs.own_loop, "dp=2", act)
+    assert told["kind"] == "ApplyError"
+    assert "ranks disagree about" in told["text"]
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("loss", "have other losses of it"),
+        ("weight", "have other losses of it"),
+        ("gradient", "has written the gradient of 'head.weight' on rank 1"),
+        ("flag", "['factor'] is 1.0 and 2.0"),
+    ],
+)
+def test_ranks_that_share_layers_have_one_loss_one_gradient_and_one_batch(act: str, words: str) -> None:
+    told = _same(jobs.own_loop, "tp=2", act)
+    assert told["kind"] == "ApplyError"
+    assert words in told["text"]
+
+
+def test_ranks_of_a_batch_may_have_losses_and_weights_of_their_own() -> None:
+    for act in ("loss", "weight", "nothing"):
+        assert _same(jobs.own_loop, "dp=2", act, jobs.Noting)["kind"] is None
+    assert _same(jobs.own_loop, "tp=2", "nothing", jobs.Noting)["kind"] is None
