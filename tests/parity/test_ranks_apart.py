@@ -74,7 +74,9 @@ def test_what_every_rank_does_is_no_difference(act: str) -> None:
     assert (told["kind"], told["findings"]) == (None, [])
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2", "pp=2,recompute=full"]
+)
 def test_a_note_of_a_share_is_no_setting(plan: str) -> None:
     told = _same(jobs.train, plan, "nothing", jobs.Noting)
     assert (told["kind"], told["findings"]) == (None, [])

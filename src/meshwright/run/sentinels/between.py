@@ -12,6 +12,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from meshwright.apply.engine import Engine
 from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.state.attributes import OF_TORCH
@@ -48,10 +50,11 @@ class SettingsWatch:
         self._size = -1
         self._values: list[Any] = []
         self._tables: list[dict[int, Any]] = []
+        self._parameters: list[nn.Parameter] = []
         self._hooks: list[int] = []
         self._passed_over: set[str] = set()
         """What was told, and is watched no more."""
-        self._is_noted = self._has_new_hooks = False
+        self._is_noted = False
         self._set: dict[str, Slot] = {}
         self._changed: dict[str, Slot] = {}
         """What the last digest was of, by name."""
@@ -60,7 +63,7 @@ class SettingsWatch:
         """Take what modules hold now as known: a step or an evaluation has run their code."""
         if not self._owners:
             self._find()
-        self._values, self._hooks, self._is_noted = self._read(), self._num_hooks(), True
+        self._values, self._is_noted = self._read(), True
 
     def _find(self) -> None:
         modules = list(self._engine.module.named_modules())
@@ -68,6 +71,7 @@ class SettingsWatch:
         self._owners = [vars(module) for _, module in modules]
         self._is_torchs = [type(module).__module__.startswith("torch.nn.modules.") for _, module in modules]
         self._tables = [own[key] for own in self._owners for key in _TABLES if key in own]
+        self._parameters = list(self._engine.module.parameters())
         self._find_slots()
 
     def _find_slots(self) -> None:
@@ -89,7 +93,7 @@ class SettingsWatch:
             return list(itertools.chain.from_iterable(getter(own) for getter, own in self._getters))
 
     def _num_hooks(self) -> list[int]:
-        of_parameters = [getattr(p, key, None) for p in self._engine.parameters for key in _OF_PARAMETERS]
+        of_parameters = [getattr(p, key, None) for p in self._parameters for key in _OF_PARAMETERS]
         return [*map(len, self._tables), *(len(table) if table else 0 for table in of_parameters)]
 
     def modes(self) -> str:
@@ -110,14 +114,13 @@ class SettingsWatch:
                 name = self._name(slot)
                 if then.get(slot, _ABSENT) is not now.get(slot, _ABSENT) and name not in self._passed_over:
                     self._set[name] = slot
-        hooks, self._hooks = self._hooks, self._num_hooks()
-        self._has_new_hooks |= hooks != self._hooks
 
     def digest(self) -> int:
         """Return a digest of what was set since the last call, equal on ranks that have set the same."""
         self.look()
         self._changed, self._set = self._set, {}
-        has_new_hooks, self._has_new_hooks = self._has_new_hooks, False
+        hooks, self._hooks = self._hooks, self._num_hooks()
+        has_new_hooks = hooks != self._hooks and bool(hooks)
         rows = [(name, text) for name, slot in self._changed.items() if (text := self._text(slot)) is not None]
         if not rows and not has_new_hooks:
             return 0
@@ -136,7 +139,7 @@ class SettingsWatch:
         """Return how many hooks of the user's each table of the modules and the parameters has."""
         if "hooks" in self._passed_over:
             return []
-        of_parameters = [getattr(p, key, None) or {} for p in self._engine.parameters for key in _OF_PARAMETERS]
+        of_parameters = [getattr(p, key, None) or {} for p in self._parameters for key in _OF_PARAMETERS]
         return [sum(not isinstance(h, OwnHook) for h in table.values()) for table in (*self._tables, *of_parameters)]
 
     def explain(self) -> list[str]:
