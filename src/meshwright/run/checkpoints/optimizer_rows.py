@@ -203,6 +203,8 @@ class OptimizerReader:
     def _value(self, key: str, value: Any, part: HeldPart, owner: Tensor) -> Any:
         def read(name: str) -> Tensor:
             tensor = self._read(name, part)
+            if not tensor.shape and not part.full_shape and tuple(owner.shape) == (1,) and key != "step":
+                tensor = tensor.view(1)  # ZeRO's piece of a parameter of one number is a row
             if tuple(tensor.shape) == tuple(owner.shape) and tensor.shape:
                 like = torch.empty_like(owner, dtype=tensor.dtype, memory_format=torch.preserve_format)
                 return like.copy_(tensor)
