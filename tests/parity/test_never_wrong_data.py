@@ -165,6 +165,15 @@ def test_a_forward_assigns_to_its_parameters(plan: str) -> None:
         equal(found, expected)
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,tp=2,zero=1"])
+def test_a_forward_that_shrinks_its_weights_does_so_once_a_step(plan: str) -> None:
+    """The trials of a cut model put parameters back; single is the reference, since it draws the same."""
+    run = functools.partial(jobs.planned, assigning.build_decaying)
+    (expected,) = testing.run_ranks(run, 1, "single")
+    for found in testing.run_ranks(run, 4 if "dp" in plan else 2, plan):
+        equal(found, expected)
+
+
 @pytest.mark.parametrize("way", ["assigned", "in_place"])
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", ZERO3, "tp=2", "pp=2"])
 def test_a_forward_that_begins_to_write_later(plan: str, way: str) -> None:
