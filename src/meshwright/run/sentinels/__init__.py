@@ -12,6 +12,9 @@ shared_batches batches that ranks share out, the same on all
 batch_check    different batches on ranks that share layers, equal ones on ranks that do not
 common_draws   generators that ranks have in common
 copies_check   copies compared bit by bit
+copies_in_turn a part of the copies, in each step
+between        what a script sets on modules between steps, on some ranks alone
+outcome        loss and norm of a step
 apart          parameters of which a script has given ranks other values
 imprint        sums that detect a changed entry
 writes         writes between steps
