@@ -103,6 +103,6 @@ class BuffersApart:
             self.reasons += (
                 f"buffers: {names} change otherwise on each rank, and all take rank 0's: they are not one device's, nor is what "
                 "is computed with them. Where the forward changes them by its samples, keep them outside of the model by what "
-                "meshwright.gather_batch gives, or leave the batch whole (batch=whole; tp and pp do); where the script draws them, "
-                "give ranks a generator of one seed",
+                "meshwright.gather_batch gives, or leave the batch whole (batch=whole; tp and pp do); where the script draws "
+                "them, give ranks a generator of one seed",
             )
