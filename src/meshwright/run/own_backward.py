@@ -254,7 +254,8 @@ class OwnBackward(Generic[LoopT]):
 
     def _are_apart(self, weight: float, total: float, weight_size: float, total_size: float) -> bool:
         """Tell whether weights or sums of losses differ by more than roundings, of which a loss near 0 may have many."""
-        floor = float(torch.finfo(self._value.dtype).eps) ** 0.5
+        dtype = self._value.dtype
+        floor = float(torch.finfo(dtype).eps) ** 0.5
         return abs(weight) > _APART * weight_size or abs(total) > _APART * total_size + floor * weight_size
 
     def _raise_apart(self, ranks: Sequence[int], mine: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""What a script sets on modules between steps on some ranks alone: a rate of dropout, an epsilon, a flag, a hook.
+"""Differences between ranks in what a script sets on modules between steps: a rate of dropout, an epsilon, a flag, a hook.
 
 Numbers of torch's own layers decide results, so ranks that differ are refused. Attributes of the user's own classes may be
 notes of a rank's share (the last loss), and hooks may only look on (a logger on rank 0), so these are told.
