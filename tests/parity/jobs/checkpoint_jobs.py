@@ -107,10 +107,14 @@ def batch(kind: str, number: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(1, 1)
 
 
-def apply(plan: str, kind: str, optimizer: str, *, dropout: float = 0.0, is_prepared: bool = False) -> mw.ParallelModel:
+def apply(
+    plan: str, kind: str, optimizer: str, *, dropout: float = 0.0, is_prepared: bool = False, **options: Any
+) -> mw.ParallelModel:
     model = functools.partial(build, kind, dropout)
     example = batch(kind, 99) if is_prepared else None
-    return mw.apply_plan(model, plan, loss_fn=loss_fn, optimizer=OPTIMIZERS[optimizer], seed=0, example_batch=example)
+    return mw.apply_plan(
+        model, plan, loss_fn=loss_fn, optimizer=OPTIMIZERS[optimizer], seed=0, example_batch=example, **options
+    )
 
 
 def train(
@@ -271,7 +275,8 @@ def save_in_place(plan: str, directory: str, *, writes: bool = False) -> list[st
     Returns:
         What was raised, by a step or at the end.
     """
-    model = apply(plan, "words", "adamw")
+    # A comparison of copies would stop the step before the save is looked at.
+    model = apply(plan, "words", "adamw", **({"sentinel_every": 0} if writes else {}))
     model.step(mw.split_batch(batch("words", 0), model))
     mw.save_checkpoint(model, f"{directory}/then", step=1)
     memory_for(model.module).mode = "read"

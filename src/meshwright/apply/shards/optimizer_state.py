@@ -61,7 +61,8 @@ class OptimizerState:
 
     def guard(self) -> None:
         """Install the view: user code runs next."""
-        self.real = self._optimizer.state
+        if self._optimizer.state is not self._view:  # as after an error, which has left it
+            self.real = self._optimizer.state
         self._optimizer.state = self._view
         self._is_guarded = True
 

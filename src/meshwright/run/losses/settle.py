@@ -152,8 +152,8 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 def _has_room(engine: Engine) -> bool:
     """Tell whether this rank may take gradients by all parameters, whole, for trials."""
-    size = sum(math.prod(part.full_shape) * part.tensor.element_size() for part in engine.held_state())
-    return size <= _MOST_BYTES
+    held = sum(parameter.nbytes for parameter in engine.module.parameters())
+    return held * (engine.everyone.size if engine.holds_parts else 1) <= _MOST_BYTES
 
 
 # -- the decision ---------------------------------------------------------------------------------------------------------
