@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from meshwright.run.losses.own_slopes import find_apart
+import torch
+
+from meshwright.run.losses.own_slopes import find_apart, tolerance_of
 from meshwright.run.losses.proofs import apart_text
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
 
@@ -22,7 +24,7 @@ Run = Callable[..., Generator[list[TrialForward], list[TrialOutcome], Sequence[D
 
 
 def try_drawn_slopes(
-    run: Run, share: Any, placed: Sequence[tuple[Any, int]], weigh: Callable[[Any], float]
+    run: Run, share: Any, placed: Sequence[tuple[Any, int]], weigh: Callable[[Any], float], *, is_coarse: bool
 ) -> Generator[list[TrialForward], list[TrialOutcome], str]:
     """Return why gradients of parts do not give the whole's in training mode; "" where they do, or nothing could be tried.
 
@@ -31,6 +33,7 @@ def try_drawn_slopes(
         share: The whole.
         placed: Its parts.
         weigh: Gives the weight of a part's mean.
+        is_coarse: Whether parameters or products have fewer digits than the loss.
     """
     first = (yield from run([(share, 0)], factors=[1.0]))[0].outcome
     if not first.own_slopes or not first.slopes:
@@ -42,7 +45,6 @@ def try_drawn_slopes(
     is_mean = first.weight is None
     whole = first if is_mean else (yield from run([(share, 0)], factors=[1.0 / total]))[0].outcome
     pieces = yield from run(placed, factors=[weight / total if is_mean else 1.0 for weight in weights])
-    apart = find_apart(
-        whole.slopes, [piece.outcome.slopes for piece in pieces], 1.0 if is_mean else 1.0 / total, first.dtype
-    )
+    scale, tolerance = 1.0 if is_mean else 1.0 / total, tolerance_of(torch.bfloat16 if is_coarse else first.dtype)
+    apart = find_apart(whole.slopes, [piece.outcome.slopes for piece in pieces], scale, tolerance)
     return "" if apart is None else apart_text(first.own_slopes, *apart)

@@ -202,7 +202,8 @@ class DrawTrials:
         merged = yield from self._try_orders(found, placed, loops)
         if found.is_proven and self._weigh is not None:
             run = functools.partial(self._run, dims=found.dims)
-            found.apart = yield from try_drawn_slopes(run, share, placed, self._weigh)
+            coarse = any(p.is_cuda or p.dtype in (torch.float16, torch.bfloat16) for p in self._module.parameters())
+            found.apart = yield from try_drawn_slopes(run, share, placed, self._weigh, is_coarse=coarse)
         if found.is_proven:
             yield from self._look_for_unseen_rows(found, placed)
             yield from self._look_for_unseen_orders(found, merged, loops)

@@ -73,19 +73,20 @@ def slopes_of(value: Tensor, parameters: Iterable[tuple[str, nn.Parameter]], fac
     return found
 
 
-def find_apart(
-    whole: Slopes, parts: Sequence[Slopes], scale: float, dtype: torch.dtype, *, least: bool = False
-) -> tuple[str, float] | None:
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return by how much gradients of parts may differ from those of the whole, by the loss's dtype [fraction]."""
+    return _TOLERANCES.get(dtype, _LOW_TOLERANCE)
+
+
+def find_apart(whole: Slopes, parts: Sequence[Slopes], scale: float, tolerance: float) -> tuple[str, float] | None:
     """Return (FQN, relative difference) of the gradient in which parts differ most from the whole; None where none does.
 
     Args:
         whole: Of the whole.
         parts: Of the parts, which add up.
         scale: What their sum is multiplied by.
-        dtype: Of the loss.
-        least: Whether any difference counts, not those alone that are larger than roundings.
+        tolerance: By how much they may differ [fraction of a gradient's norm].
     """
-    tolerance = 0.0 if least else _TOLERANCES.get(dtype, _LOW_TOLERANCE)
     names = dict.fromkeys(name for slopes in (whole, *parts) for name in slopes)
     zero = [0.0] * (_NUM_SUMS + 1)
     rows = {name: (whole.get(name, zero), [part.get(name, zero) for part in parts]) for name in names}

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from meshwright.errors import some_of
-from meshwright.run.losses.own_slopes import find_apart
+from meshwright.run.losses.own_slopes import find_apart, tolerance_of
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
 from meshwright.run.losses.trial_parts import gap_of, second_sample, turn
 from meshwright.trees import map_tensors
@@ -19,6 +19,10 @@ __all__: list[str] = []
 
 _ROUNDINGS = 32.0
 """How many times the difference that another order of the samples makes is tolerated [ratio]."""
+_MOST_NOISE = 0.02
+"""Such a difference that is larger is none of rounding: code that knows the place of a sample [fraction]."""
+_OF_LOSSES = 20.0
+"""How much less exact gradients are than losses, which know of coarse parameters and products [ratio]."""
 
 Trials = Generator[list[TrialForward], list[TrialOutcome], str]
 
@@ -98,15 +102,15 @@ def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
         values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
         return f"with gradients enabled the loss is {whole.value:.6g} over the whole, and {values} over parts"
     scale = 1.0 / total if tried.is_sum else 1.0
-    apart = find_apart(whole.slopes, [one.slopes for one in outcomes], scale, whole.dtype)
+    tolerance = max(tolerance_of(whole.dtype), _OF_LOSSES * tried.tolerance)
+    apart = find_apart(whole.slopes, [one.slopes for one in outcomes], scale, tolerance)
     if apart is None:
         return ""
     # What another order of the samples changes is rounding: it says how exact these gradients are.
     turned = (yield [dataclasses.replace(tried.like, batch=map_tensors(tried.like.batch, turn), slopes=own)])[0]
-    if turned.obstacle is None and not first.own_slopes:
-        noise = find_apart(whole.slopes, [turned.slopes], 1.0, whole.dtype, least=True)
-        if noise is not None and apart[1] <= _ROUNDINGS * noise[1]:
-            return ""
+    noise = None if turned.obstacle is not None else find_apart(whole.slopes, [turned.slopes], 1.0, 0.0)
+    if noise is not None and noise[1] <= _MOST_NOISE and apart[1] <= _ROUNDINGS * noise[1]:
+        return ""
     return apart_text(first.own_slopes or "code of its own in backward", *apart)
 
 
