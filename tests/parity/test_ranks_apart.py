@@ -31,6 +31,7 @@ def test_an_option_of_the_optimizer_that_one_rank_changes_is_refused(plan: str, 
 @pytest.mark.parametrize(
     ("act", "words"),
     [
+        ("no gradients", "gradients on on rank 0 and None, gradients off on rank 1"),
         ("mode", "whether module 'blocks.1.drop' trains: it is True on rank 0 and False on rank 1"),
         ("rate", "attribute 'p' of module 'blocks.0.drop': it is 0.1 on rank 0 and 0.7 on rank 1"),
         ("epsilon", "attribute 'eps' of module 'blocks.1.norm'"),

@@ -79,6 +79,7 @@ ACTS: dict[str, Callable[[mw.ParallelModel], Any]] = {
     "weight_decay": lambda model: _options(model, weight_decay=0.7),
     "betas": lambda model: _options(model, betas=(0.5, 0.6)),
     "maximize": lambda model: _options(model, maximize=True),
+    "no gradients": lambda _: torch.set_grad_enabled(False),
     "mode": lambda model: model.module.get_submodule("blocks.1.drop").eval(),
     "rate": _setting("blocks.0.drop", "p", 0.7),
     "epsilon": _setting("blocks.1.norm", "eps", 0.5),
@@ -115,7 +116,8 @@ def train(plan: str, act: str, kind: type[Net] = Net, everywhere: bool = False) 
                 losses.append(result.loss)
         return losses
 
-    return _told(run) | {"findings": findings}
+    with torch.enable_grad():  # what a script sets inside ends here
+        return _told(run) | {"findings": findings}
 
 
 def own_loop(plan: str, act: str, kind: type[Net] = Net) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class Sentinels:
             batch: This rank's share.
             autocast: The dtype of forwards; None for the model's own.
         """
-        self._autocast = repr(autocast)
+        self._autocast = f"{autocast!r}, gradients {'on' if torch.is_grad_enabled() else 'off'}"
         found: list[Saying] = []
         if (calls := self._engine.everyone.calls) is not None and not self._everyone.is_alone:
             found.append(Saying("call", self._everyone, calls.kind))
@@ -195,7 +195,8 @@ class Sentinels:
             self.shared_batches.is_watching = False  # ranks that compute their batches round differently
         if "common" in topics:
             mode = ("whether the model is in training mode", repr(engine.module.training))
-            rows = [("the dtype of torch.autocast", self._autocast), mode, *settings.of_options(self._optimizer)]
+            rows = [("the dtype of torch.autocast, and torch.set_grad_enabled", self._autocast), mode]
+            rows += settings.of_options(self._optimizer)
             rows += settings.of_modes(engine.module)
             settings.raise_different(engine.everyone, rows, engine.device)
             findings = compare_outcome(engine, *self._outcome, step=self._step + self.first_step - 1)
