@@ -122,3 +122,16 @@ def test_with_the_batch_whole_it_is_one_device_s(line: str, kind: str, loss: str
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0"])
 def test_what_each_sample_has_for_itself_is_one_device_s(line: str, kind: str, loss: str) -> None:
     assert_equal(kind, loss, line)
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])
+def test_a_forward_that_unfreezes_a_layer_is_refused_where_ranks_exchange_gradients(line: str) -> None:
+    # Trials had unfrozen it a step early, or its gradients were not exchanged: 0.03 off, or ranks apart.
+    for error in errors("Unfreezing", "pairs", line):
+        assert isinstance(error, mw.ApplyError)
+        assert "the forward has switched requires_grad of 'mid." in error.message
+
+
+@pytest.mark.parametrize("line", ["tp=2", "pp=2"])
+def test_a_forward_that_unfreezes_a_layer_is_one_device_s_elsewhere(line: str) -> None:
+    assert_equal("Unfreezing", "pairs", line)

@@ -132,7 +132,7 @@ class Stepper:
         on_phase("forward")
         draws = self._draws_of("step")
         given = (engine, self._terms, agreement, parts, weights)
-        work = LossWork(*given, is_trained=self._guard.is_trained, on_phase=on_phase, draws=draws)
+        work = LossWork(*given, guard=self._guard, on_phase=on_phase, draws=draws)
         with contextlib.nullcontext() if draws is None else draws.running():
             terms = engine.run(work)
         self._guard.take_back()

@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright._torch_private import FakeTensor
 from meshwright.apply.engine import Engine
+from meshwright.apply.model_guard import ModelGuard
 from meshwright.apply.passes import MicroBatch, Root
 from meshwright.errors import ApplyError
 from meshwright.run.agreement import Agreement
@@ -33,7 +34,7 @@ class LossWork:
         agreement: What all ranks bring.
         parts: This rank's parts of the batch.
         weights: The weight of each. What weighs nothing runs too, since its forward writes buffers.
-        is_trained: Whether a parameter of this rank is to get a gradient; None for an evaluation.
+        guard: Knows which parameters of this rank are to get a gradient; None for an evaluation.
         on_phase: Called with "backward" when the last one begins.
         draws: Random numbers by the places of samples; None: as torch draws.
     """
@@ -46,7 +47,7 @@ class LossWork:
         parts: Sequence[Any],
         weights: Sequence[float],
         *,
-        is_trained: bool | None = None,
+        guard: ModelGuard | None = None,
         on_phase: Callable[[str], None] = lambda _: None,
         draws: DrawsOfWork | None = None,
     ) -> None:
@@ -57,7 +58,8 @@ class LossWork:
         self._engine = engine
         self._terms = terms
         self._agreement = agreement
-        self._is_trained = is_trained
+        self._guard = guard
+        self._is_trained = is_trained = None if guard is None else guard.is_trained
         self._on_phase = on_phase
         self._exchange: SumExchange | None = None
         self._looks_at_buffers = is_trained is not None and engine.looks_at_buffers(begins=True)
@@ -84,9 +86,24 @@ class LossWork:
                 "this process ran (functools.lru_cache around what a layer computes)",
                 fix="clear that cache (cache_clear()) before apply_plan, or apply the plan in a new process",
             )
-        if self._is_trained is not None:
+        if self._guard is not None:
             self._terms.buffer_calls.note_forward()
+            self._refuse_switched(self._guard)
         return term
+
+    def _refuse_switched(self, guard: ModelGuard) -> None:
+        """Refuse a forward that freezes or unfreezes parameters: ranks have agreed which gradients this step exchanges.
+
+        Raises:
+            ApplyError: It has done so, on this rank.
+        """
+        name = guard.find_switched() if self._engine.group.size > 1 else None
+        if name is not None:
+            raise ApplyError(
+                f"the forward has switched requires_grad of '{name}', and this step exchanges the gradients of those that were "
+                "trained when it began",
+                fix="switch it between steps, on every rank: before model.step(batch) of the step from which it counts",
+            )
 
     def root_of(self, term: LossTerm) -> Root | None:
         return self._terms.root(term, self._agreement, alone=self._is_at_once)

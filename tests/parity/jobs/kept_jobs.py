@@ -322,3 +322,20 @@ def told(kind: str, loss: str, line: str) -> tuple[str, ...]:
     for step in range(STEPS):
         model.step(mw.split_batch(batch(step), model))
     return model.plan.reasons
+
+
+class Unfreezing(Base):
+    """A forward that unfreezes a layer in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid.requires_grad_(False)
+
+    def change(self, h: Tensor) -> Tensor:
+        self.kept += self.training
+        if self.kept == 2:
+            self.mid.requires_grad_(True)
+        return h
+
+
+KINDS["Unfreezing"] = Unfreezing

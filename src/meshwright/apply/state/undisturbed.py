@@ -127,10 +127,11 @@ def is_trying() -> bool:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes and modes after it."""
+    """Run trial forwards inside the context, without gradients; restore generators, buffers, attributes, modes and flags."""
     global _trials
     with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
         buffers, attributes = BufferSnapshot(module), AttributeSnapshot(module)
+        frozen = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         _trials += 1
         try:
             yield
@@ -138,3 +139,6 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
             _trials -= 1
             attributes.restore()
             buffers.restore()
+            for parameter, is_trained in frozen:
+                if parameter.requires_grad != is_trained:
+                    parameter.requires_grad_(is_trained)
