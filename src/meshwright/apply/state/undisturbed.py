@@ -131,7 +131,11 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     global _trials
     with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
         buffers, attributes = BufferSnapshot(module), AttributeSnapshot(module)
-        frozen = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        # Not by the module's own lists: under ZeRO-3 a look into them gathers everything.
+        tables = [dict.values(child._parameters) for child in module.modules()]
+        frozen = [
+            (parameter, parameter.requires_grad) for table in tables for parameter in table if parameter is not None
+        ]
         _trials += 1
         try:
             yield

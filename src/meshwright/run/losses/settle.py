@@ -152,7 +152,7 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 def _has_room(engine: Engine) -> bool:
     """Tell whether this rank may take gradients by all parameters, whole, for trials."""
-    held = sum(parameter.nbytes for parameter in engine.module.parameters())
+    held = sum(parameter.nbytes for parameter in engine.parameters)
     return held * (engine.everyone.size if engine.holds_parts else 1) <= _MOST_BYTES
 
 

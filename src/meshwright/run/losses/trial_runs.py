@@ -24,6 +24,7 @@ __all__: list[str] = []
 
 _Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence] | None
 _Term = Callable[[Any, Any], LossTerm]
+_APART = "ranks have other trials at this time"
 
 
 def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
@@ -108,8 +109,11 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
         most = max(num for num, _ in told)
         if most == 0:
             return found
-        if any(slopes for _, slopes in told):  # with whole parameters each rank runs them alone, while others wait
-            outcomes = _run_whole(engine, module, wanted if own[1] else [], term)
+        if any(slopes for _, slopes in told):  # with whole parameters each rank runs them alone, where all have as many
+            alike = all(row == own for row in told)
+            outcomes = (
+                _run_whole(engine, module, wanted, term) if alike else [TrialOutcome(obstacle=_APART)] * len(wanted)
+            )
             wanted, found = _sent(trials, wanted, outcomes, found) if own[1] else (wanted, found)
             continue
         with torch.no_grad(), engine.trying():
