@@ -232,7 +232,7 @@ def balanced(outputs: Tensor, given: Any) -> Tensor:
     """Return two losses, each by the size of its gradient, which is there in training alone."""
     terms = [(outputs[:, column] - given[1][:, column]).square().mean() for column in (0, 1)]
     if not outputs.requires_grad:
-        return sum(terms)  # type: ignore[return-value]
+        return terms[0] + terms[1]
     sizes = [torch.autograd.grad(term, outputs, retain_graph=True)[0].norm().detach() for term in terms]
     return terms[0] / sizes[0] + terms[1] / sizes[1]
 
@@ -308,20 +308,21 @@ def plainly(kind: str, loss: str) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-def train(kind: str, loss: str, line: str) -> dict[str, Tensor]:
-    """Train under a plan."""
+def _trained(kind: str, loss: str, line: str) -> mw.ParallelModel:
     model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=LOSSES[loss](), optimizer=sgd)
     for step in range(STEPS):
         model.step(mw.split_batch(batch(step), model))
-    return model.full_state_dict()
+    return model
+
+
+def train(kind: str, loss: str, line: str) -> dict[str, Tensor]:
+    """Train under a plan."""
+    return _trained(kind, loss, line).full_state_dict()
 
 
 def told(kind: str, loss: str, line: str) -> tuple[str, ...]:
     """Train under a plan, and return what it tells."""
-    model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=LOSSES[loss](), optimizer=sgd)
-    for step in range(STEPS):
-        model.step(mw.split_batch(batch(step), model))
-    return model.plan.reasons
+    return _trained(kind, loss, line).plan.reasons
 
 
 class Unfreezing(Base):

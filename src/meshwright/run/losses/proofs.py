@@ -12,13 +12,11 @@ from typing import Any
 from meshwright.errors import some_of
 from meshwright.run.losses.own_slopes import find_apart, tolerance_of
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
-from meshwright.run.losses.trial_parts import gap_of, second_sample, turn
+from meshwright.run.losses.trial_parts import ROUNDINGS, gap_of, second_sample, turn
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
-_ROUNDINGS = 32.0
-"""How many times the difference that another order of the samples makes is tolerated [ratio]."""
 _MOST_NOISE = 0.02
 """Such a difference that is larger is none of rounding: code that knows the place of a sample [fraction]."""
 _OF_LOSSES = 20.0
@@ -109,7 +107,7 @@ def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
     # What another order of the samples changes is rounding: it says how exact these gradients are.
     turned = (yield [dataclasses.replace(tried.like, batch=map_tensors(tried.like.batch, turn), slopes=own)])[0]
     noise = None if turned.obstacle is not None else find_apart(whole.slopes, [turned.slopes], 1.0, 0.0)
-    if noise is not None and noise[1] <= _MOST_NOISE and apart[1] <= _ROUNDINGS * noise[1]:
+    if noise is not None and noise[1] <= _MOST_NOISE and apart[1] <= ROUNDINGS * noise[1]:
         return ""
     return apart_text(first.own_slopes or "code of its own in backward", *apart)
 

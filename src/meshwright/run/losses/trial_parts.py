@@ -13,6 +13,9 @@ from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
 
+ROUNDINGS = 32.0
+"""How many times the difference that another order of the samples makes is tolerated [ratio]."""
+
 
 def gap_of(whole: float, values: Sequence[float], weights: Sequence[float], *, divide: bool = True) -> float:
     """Return the relative distance of the parts' weighted mean (or sum) from the whole; infinite where it is not finite."""

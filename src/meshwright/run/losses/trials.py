@@ -19,7 +19,7 @@ from torch import nn
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.run.losses.proofs import TriedLoss, try_all
 from meshwright.run.losses.trial_forward import DRAWS, RAISED, TrialForward, TrialOutcome
-from meshwright.run.losses.trial_parts import gap_of, turn
+from meshwright.run.losses.trial_parts import ROUNDINGS, gap_of, turn
 from meshwright.run.losses.trial_writes import find_dependent
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, is_decoded, label_paths, replace_at, tensor_at
 from meshwright.trees import map_tensors, tensors_in
@@ -33,8 +33,6 @@ _TOLERANCES = {torch.float64: (2e-7, 2e-6), torch.float32: (4e-6, 1e-4)}
 _LOW_TOLERANCE = (1e-2, 2e-2)
 _SAME = 1e-9
 """Losses that differ by less are the same whatever was drawn [fraction]."""
-_ROUNDINGS = 32.0
-"""How many times the difference that another order of the samples makes is tolerated [ratio]."""
 _LOW_PARAMETERS = 5e-3
 """For a model in less than float32, or one whose matrix products are rounded to TF32 [fraction]."""
 
@@ -237,7 +235,7 @@ def _fit(
 
 def _tolerance(module: nn.Module, dtype: torch.dtype, share: Any, noise: float) -> float:
     least, most = _TOLERANCES.get(dtype, _LOW_TOLERANCE)
-    tolerance = min(max(least, _ROUNDINGS * noise), most)
+    tolerance = min(max(least, ROUNDINGS * noise), most)
     tensors: Iterable[torch.Tensor] = [*module.parameters(), *tensors_in(share)]
     kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     on_cuda = any(parameter.is_cuda for parameter in module.parameters())
