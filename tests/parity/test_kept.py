@@ -132,6 +132,15 @@ def test_a_forward_that_unfreezes_a_layer_is_refused_where_ranks_exchange_gradie
         assert "the forward has switched requires_grad of 'mid." in error.message
 
 
+# Shares of three samples and of two come to other trials of the loss: those of gradients had been left out.
+@pytest.mark.parametrize(("kind", "loss", "says"), [SLOPES[0], SLOPES[4], (*KEPT[3][:2], "Centring.centre")])
+@pytest.mark.parametrize("line", ["dp=3,zero=2", "dp=3,zero=3,whole_below=0"])
+def test_ranks_with_uneven_shares_try_gradients_too(line: str, kind: str, loss: str, says: str) -> None:
+    for error in errors(kind, loss, line):
+        assert isinstance(error, mw.ApplyError)
+        assert says in error.message
+
+
 @pytest.mark.parametrize("line", ["tp=2", "pp=2"])
 def test_a_forward_that_unfreezes_a_layer_is_one_device_s_elsewhere(line: str) -> None:
     assert_equal("Unfreezing", "pairs", line)

@@ -24,7 +24,6 @@ __all__: list[str] = []
 
 _Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence] | None
 _Term = Callable[[Any, Any], LossTerm]
-_APART = "ranks have other trials at this time"
 
 
 def run_alone(engine: Engine, module: nn.Module, trials: _Trials, term: _Term) -> Evidence | None:
@@ -104,28 +103,28 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
     # In their places all the time are all parameters, or under ZeRO-3 those that the model's code sets.
     kept = assigned_parameters(module) if engine.puts_aside else None
     while True:
-        own = [sum(trial.num_forwards for trial in wanted), any(trial.slopes for trial in wanted)]
-        told = engine.everyone.all_gather_json(own, device=engine.device)
+        takes_slopes = any(trial.slopes for trial in wanted)
+        own = 0 if takes_slopes else sum(trial.num_forwards for trial in wanted)
+        told = engine.everyone.all_gather_json([own, takes_slopes], device=engine.device)
         most = max(num for num, _ in told)
-        if most == 0:
+        if most == 0 and not any(slopes for _, slopes in told):
             return found
-        if any(slopes for _, slopes in told):  # with whole parameters each rank runs them alone, where all have as many
-            alike = all(row == own for row in told)
-            outcomes = (
-                _run_whole(engine, module, wanted, term) if alike else [TrialOutcome(obstacle=_APART)] * len(wanted)
-            )
-            wanted, found = _sent(trials, wanted, outcomes, found) if own[1] else (wanted, found)
+        if most == 0:  # each rank runs these alone, once all have come to them: the others would exchange meanwhile
+            outcomes = _run_whole(engine, module, wanted, term)
+            wanted, found = _sent(trials, wanted, outcomes, found)
             continue
         with torch.no_grad(), engine.trying():
             forward = _CountedForward(engine.try_forward)
             outcomes = []
-            for trial in wanted:
+            for trial in [] if takes_slopes else wanted:
                 due = forward.num + trial.num_forwards
                 outcomes.append(_run_kept(module, engine.device, trial, forward, term, only=kept))
                 for _ in range(due - forward.num):  # its first one has raised
                     engine.idle_pass()
-            for _ in range(most - own[0]):
+            for _ in range(most - own):
                 engine.idle_pass()
+        if takes_slopes:
+            continue
         for group in engine.forward_groups:
             outcomes = _told_by_any(outcomes, group, engine.device)
         wanted, found = _sent(trials, wanted, outcomes, found)
