@@ -270,6 +270,7 @@ def supervise(arguments: argparse.Namespace) -> int:
             "--minutes",
             str(minutes),
         ]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run() ends the worker then, which ends its ranks
         code = subprocess.run(command, check=False).returncode
         if not note_death(arguments, code) and code:
             return code
