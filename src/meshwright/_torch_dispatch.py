@@ -36,6 +36,7 @@ __all__ = [
     "is_wrapped",
     "keep_results",
     "replace_draws",
+    "run_once",
     "scripts_in_python",
     "watch_empty_attention",
     "without_transforms",
@@ -45,6 +46,21 @@ SizeOfValuesError = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where values decide a number, or the size of a result."""
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 _DEVICES = ("CPU", "CUDA", "Meta", "MPS", "XPU", "PrivateUse1", "QuantizedCPU", "QuantizedCUDA")
+
+
+_registering = threading.RLock()
+
+
+def run_once(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that runs once in this process; threads that come meanwhile wait (with `functools.cache` they run it)."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> None:
+        with _registering:
+            cached(*args)
+
+    return call
 
 
 def _with_kernels(keys: Sequence[str]) -> set[str]:
@@ -161,7 +177,7 @@ def also_replace(kernels: Mapping[str, Callable[..., Any]]) -> None:
 _on_empty: Callable[[tuple[int, ...]], object] | None = None
 
 
-@functools.cache
+@run_once
 def watch_empty_attention(note: Callable[[tuple[int, ...]], object]) -> None:
     """Have attention with dropout, but without heads, call this with the shape of its weights, for good.
 
@@ -256,7 +272,7 @@ def scripts_in_python() -> Generator[None]:
         _inlining.depth -= 1
 
 
-@functools.cache
+@run_once
 def _see_scripts() -> None:
     kind: Any = torch.jit.ScriptFunction
     compiled = kind.__call__

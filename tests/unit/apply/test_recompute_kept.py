@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import meshwright as mw
-from meshwright._torch_dispatch import KeptBy
+from meshwright._torch_dispatch import KeptBy, run_once
 from meshwright.apply.recompute import kept
 from meshwright.apply.recompute.foreign_writes import digest
 
@@ -191,6 +192,24 @@ def test_what_a_kept_kernel_calls_is_not_kept() -> None:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     assert seen == ["aten.mm.default"] * 2
+
+
+def test_threads_that_come_together_run_a_registration_once() -> None:
+    # Replicas of data_parallel came to their first recompute together, and torch refused the second registration.
+    runs: list[str] = []
+
+    @run_once
+    def register() -> None:
+        runs.append(threading.current_thread().name)
+        if threading.current_thread() is not late:
+            late.start()
+            late.join(0.2)  # it waits, or has run it a second time
+
+    late = threading.Thread(target=register, name="late")
+    register()
+    late.join(5)
+    assert not late.is_alive()
+    assert runs == ["MainThread"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex128], ids=str)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from meshwright._torch_dispatch import draws_untouched, is_fake_mode_on, is_transformed, replace_draws
+from meshwright._torch_dispatch import draws_untouched, is_fake_mode_on, is_transformed, replace_draws, run_once
 from meshwright._torch_private import FakeTensor
 from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.dropouts import dropout, dropout_in_place, native_dropout
@@ -49,7 +49,7 @@ _EXACT: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.
 """Bits of whole numbers that a floating dtype holds exactly."""
 
 
-@functools.cache
+@run_once
 def install_operators() -> None:
     """Replace the operators, once in this process; outside of `sites.in_step` torch's own run, at no cost."""
     kernels = {name: functools.partial(_guarded, name, kernel) for name, kernel in _KERNELS.items()}

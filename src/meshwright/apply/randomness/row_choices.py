@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import types
@@ -12,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from meshwright._torch_dispatch import also_replace, draws_untouched, is_fake_mode_on, is_transformed
+from meshwright._torch_dispatch import also_replace, draws_untouched, is_fake_mode_on, is_transformed, run_once
 from meshwright.apply.randomness.sites import choosing
 
 __all__: list[str] = []
@@ -23,7 +22,7 @@ _OWN: Final = __name__.partition(".")[0]
 _WHOLE: Final = (torch.int64, torch.int32)
 
 
-@functools.cache
+@run_once
 def watch_choices() -> None:
     """See choices of rows, from now on in this process: about ten microseconds for each, inside of `sites.in_step` alone."""
     also_replace(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright._torch_dispatch import KeptBy, keep_results
+from meshwright._torch_dispatch import KeptBy, keep_results, run_once
 from meshwright._torch_private import (
     DEAR_OPERATORS,
     FakeTensor,
@@ -261,7 +261,7 @@ class _GivingByKey(KeptBy):
         self._kept.end_repetition()
 
 
-@functools.cache
+@run_once
 def _hand_over() -> None:
     """Register the operators with the dispatcher, once in this process."""
     operators = [*DEAR_OPERATORS, without_view]
