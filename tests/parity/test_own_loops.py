@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import own_loop_edge_jobs as edge_jobs
 from tests.parity.jobs import own_loop_jobs as jobs
 from tests.tolerances import FLOAT64
 
@@ -67,8 +68,8 @@ def test_shares_matter_to_what_is_compared() -> None:
 
 
 def test_an_optimizer_of_whole_matrices_gets_them() -> None:
-    wanted = jobs.by_matrices("single")
-    for found in testing.run_ranks(jobs.by_matrices, 2, "tp=2"):
+    wanted = edge_jobs.by_matrices("single")
+    for found in testing.run_ranks(edge_jobs.by_matrices, 2, "tp=2"):
         assert found == pytest.approx(wanted, rel=FLOAT64)
 
 
@@ -109,7 +110,7 @@ def test_a_rank_without_samples_counts_for_nothing(plan: str) -> None:
         x, y = jobs.batch_of(seed)
         model.backward((model(x) - y).square().mean())
         wanted.append({name: g.clone() for name, g in model.full_gradients().items() if g is not None})
-    for found in testing.run_ranks(jobs.empty_share, 2, plan):
+    for found in testing.run_ranks(edge_jobs.empty_share, 2, plan):
         for kind, gradients in zip(("gradients", "second"), wanted, strict=True):
             testing.assert_parity(found[kind], gradients, FLOAT64)
 
@@ -135,14 +136,14 @@ def test_a_rank_without_samples_counts_for_nothing(plan: str) -> None:
     ],
 )
 def test_what_would_not_be_one_devices_is_refused(way: str, plan: str, word: str) -> None:
-    for rank, outcome in enumerate(testing.run_outcomes(jobs.refused_way, 2, plan, way)):
+    for rank, outcome in enumerate(testing.run_outcomes(edge_jobs.refused_way, 2, plan, way)):
         assert isinstance(outcome.error, mw.MeshwrightError), f"rank {rank}: {outcome.error!r}"
         assert word in str(outcome.error), f"rank {rank}: {outcome.error}"
 
 
 def test_replicas_in_threads_are_refused_by_name() -> None:
     with pytest.raises(mw.ApplyError, match="several threads"):
-        jobs.refused_way("data_parallel,dp=2", "replicas")
+        edge_jobs.refused_way("data_parallel,dp=2", "replicas")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
@@ -167,7 +168,7 @@ def run_example(name: str, plan: str) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
 def test_buffers_follow_rank_0_and_steps_are_counted(plan: str) -> None:
-    (state, num_steps, reasons), (other, *_) = testing.run_ranks(jobs.with_buffers, 2, plan)
+    (state, num_steps, reasons), (other, *_) = testing.run_ranks(edge_jobs.with_buffers, 2, plan)
     assert any("BatchNorm layers (1) normalise over each rank's share" in reason for reason in reasons)
     assert num_steps == jobs.STEPS
     assert state["1.num_batches_tracked"] == jobs.STEPS
@@ -177,11 +178,11 @@ def test_buffers_follow_rank_0_and_steps_are_counted(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_a_script_may_compile_its_call_of_the_model(plan: str) -> None:
-    for compiled, plain in testing.run_ranks(jobs.compiled_call, 2, plan):
+    for compiled, plain in testing.run_ranks(edge_jobs.compiled_call, 2, plan):
         assert compiled == pytest.approx(plain, rel=FLOAT64)
 
 
 def test_inputs_may_be_cast_by_the_script_before_layers_are_cut() -> None:
-    (wanted,) = testing.run_ranks(jobs.cast_inputs, 1, "single")
-    for found in testing.run_ranks(jobs.cast_inputs, 2, "tp=2"):
+    (wanted,) = testing.run_ranks(edge_jobs.cast_inputs, 1, "single")
+    for found in testing.run_ranks(edge_jobs.cast_inputs, 2, "tp=2"):
         assert found == pytest.approx(wanted, rel=2e-2)

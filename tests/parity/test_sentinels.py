@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.parity.jobs import sentinel_jobs as jobs
+from tests.parity.jobs import sentinel_setting_jobs as setting_jobs
 
 import meshwright as mw
 from meshwright import testing
@@ -181,14 +182,14 @@ def test_other_options_are_refused_in_the_next_step_and_torchs_switches_at_a_sen
 )
 def test_other_settings_are_refused_before_the_first_step(which: str, word: str) -> None:
     for plan in ("dp=2", "tp=2"):
-        for outcome in testing.run_outcomes(jobs.apply_with_others, 2, plan, which):
+        for outcome in testing.run_outcomes(setting_jobs.apply_with_others, 2, plan, which):
             assert type(outcome.error).__name__ == "ApplyError", outcome
             assert f"ranks disagree about {word}" in str(outcome.error)
             assert "on rank 0 and" in str(outcome.error)
 
 
 def test_other_switches_of_torch_are_refused_before_the_first_step() -> None:
-    for outcome in testing.run_outcomes(jobs.apply_with_precision, 2, "dp=2"):
+    for outcome in testing.run_outcomes(setting_jobs.apply_with_precision, 2, "dp=2"):
         assert "ranks disagree about torch.get_float32_matmul_precision()" in str(outcome.error)
 
 
@@ -258,18 +259,18 @@ def test_evaluation_changes_nothing_that_is_drawn_later(plan: str) -> None:
 
 
 def test_inspections_take_turns_and_stop_before_the_optimizer() -> None:
-    for told in testing.run_ranks(jobs.train_with_inspections, 2, "dp=2", "stop", 0):
+    for told in testing.run_ranks(setting_jobs.train_with_inspections, 2, "dp=2", "stop", 0):
         _assert_stopped(told, "CorruptionError", 0, "step 0, rank 1, 'blocks.0'", "0.25", "1e-09")
         assert told["has_not_moved"]
-    for told in testing.run_ranks(jobs.train_with_inspections, 2, "dp=2", "warn", 1):
+    for told in testing.run_ranks(setting_jobs.train_with_inspections, 2, "dp=2", "warn", 1):
         assert (told["kind"], told["begun"], len(told["findings"])) == (None, [0, 1, 2], 1)
         assert "step 2, rank 1" in told["findings"][0]
 
 
 def test_steps_between_two_sentinels_exchange_no_more_than_without() -> None:
     for plan in ("dp=2", "tp=2"):
-        with_sentinels = testing.run_ranks(jobs.count_exchanges, 2, plan, 3)[0]
-        without = testing.run_ranks(jobs.count_exchanges, 2, plan, 0)[0]
+        with_sentinels = testing.run_ranks(setting_jobs.count_exchanges, 2, plan, 3)[0]
+        without = testing.run_ranks(setting_jobs.count_exchanges, 2, plan, 0)[0]
         due = [0, 3]
         for number, (many, few) in enumerate(zip(with_sentinels, without, strict=True)):
             assert (many > few) == (number in due)

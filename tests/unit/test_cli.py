@@ -390,11 +390,7 @@ def noted(error, note):
             "FATAL run=my_run rank=unknown step=1 phase=run cause=LostPeerError: all_reduce failed",
         ),
         (NonFiniteError("NaN", rank=1), 15, "FATAL run=my_run rank=1 step=3 phase=load cause=NonFiniteError: NaN"),
-        (
-            KeyboardInterrupt(),
-            130,
-            "FATAL run=my_run rank=unknown step=1 phase=run cause=KeyboardInterrupt",
-        ),
+        (KeyboardInterrupt(), 130, "FATAL run=my_run rank=unknown step=1 phase=run cause=KeyboardInterrupt"),
     ],
 )
 def test_a_failure_ends_with_a_line_for_machines(run, in_tmp, error, code, last):
