@@ -85,6 +85,11 @@ def test_what_is_kept_of_a_share_is_refused_and_of_a_micro_batch_told(
     [
         ("LaterSlopes", "a hook on a tensor (register_hook) changes gradients"),
         ("ReadSlope", "keeps something of one batch for the next (ReadSlope.kept)"),
+        ("NormBefore", "of a second batch, the gradient of"),
+        ("LaterHook", "a backward hook of a module changes gradients"),
+        ("LaterOption", "mixes the samples"),
+        ("LaterObject", "mixes the samples"),
+        ("LaterFunction", "mixes the samples"),
     ],
 )
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])
@@ -117,6 +122,8 @@ def test_with_the_batch_whole_it_is_one_device_s(line: str, kind: str, loss: str
         ("Base", "Logging"),
         ("Rows", "pairs"),
         ("Counted", "pairs"),
+        ("CountedHook", "pairs"),
+        ("Base", "Annealed"),
     ],
 )
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0"])
@@ -144,3 +151,29 @@ def test_ranks_with_uneven_shares_try_gradients_too(line: str, kind: str, loss: 
 @pytest.mark.parametrize("line", ["tp=2", "pp=2"])
 def test_a_forward_that_unfreezes_a_layer_is_one_device_s_elsewhere(line: str) -> None:
     assert_equal("Unfreezing", "pairs", line)
+
+
+def test_trials_put_back_what_a_backward_hook_of_a_layer_counts() -> None:
+    assert_equal("CountedHook", "pairs", "tp=2")  # 0.15 off, since the search for a layout counted on
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "name"),
+    [("Base", "Annealed", "Annealed.calls"), ("CountedHook", "pairs", "COUNTS")],
+)
+@pytest.mark.parametrize("line", ["single,micro_batches=2", "dp=2,micro_batches=2"])
+def test_what_each_micro_batch_counts_outside_of_modules_is_told(line: str, kind: str, loss: str, name: str) -> None:
+    for reasons in testing.run_ranks(jobs.told, mw.Plan.parse(line).num_ranks, kind, loss, line):
+        assert any(f"each micro-batch changes variable '{name}'" in reason for reason in reasons)
+
+
+def test_a_loss_that_keeps_its_values_for_people_is_not_told() -> None:
+    (reasons,) = testing.run_ranks(jobs.told, 1, "Base", "Logging", "single,micro_batches=2")
+    assert not any("micro-batch changes" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("line", ["pp=2,micro_batches=2", "dp=2"])
+@pytest.mark.parametrize("kind", ["Base", "CountedHook"])
+def test_hooks_of_the_package_and_of_other_stages_are_no_other_hooks(kind: str, line: str) -> None:
+    for warnings in testing.run_ranks(jobs.warned, 2, kind, line):
+        assert not any("other hooks" in text for text in warnings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -218,6 +219,110 @@ class Counted(Base):
         return h / self.kept
 
 
+class CountedHook(Base):
+    """A backward hook of a layer, with a count in a variable of its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        COUNTS["calls"] = 0
+        self.mid.register_full_backward_hook(_by_count)
+
+
+class LaterHook(Base):
+    """A layer that gets a backward hook over all samples between steps."""
+
+    def between(self, step: int) -> None:
+        """Set what begins with a later step."""
+        if step == 2:
+            self.mid.register_full_backward_hook(lambda _, slopes, __: (slopes[0] / (slopes[0].abs().max() + 1e-6),))
+
+
+class LaterOption(Base):
+    """An entry of a configuration, by which samples are centred, that is set between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"centred": False}
+
+    def change(self, h: Tensor) -> Tensor:
+        return h - h.mean(0, keepdim=True) if self.options["centred"] else h
+
+    def between(self, step: int) -> None:
+        """Set what begins with a later step."""
+        self.options["centred"] = step >= 2
+
+
+class LaterObject(LaterOption):
+    """The same in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = _Options()
+
+    def change(self, h: Tensor) -> Tensor:
+        return h - h.mean(0, keepdim=True) if self.options.centred else h
+
+    def between(self, step: int) -> None:
+        self.options.centred = step >= 2
+
+
+class LaterFunction(Base):
+    """A function that is put in the place of another between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Any = torch.tanh
+
+    def change(self, h: Tensor) -> Tensor:
+        return self.act(h)
+
+    def between(self, step: int) -> None:
+        """Set what begins with a later step."""
+        if step == 2:
+            self.act = _centred
+
+
+class NormBefore(Base):
+    """A hook that divides a gradient by the norms of those before it: the first batch's is as it was."""
+
+    def change(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(self.divide)
+        return h
+
+    def divide(self, slope: Tensor) -> Tensor:
+        """Divide, and then take note of the norm."""
+        before, self.kept = self.kept, 0.5 * self.kept + 5 * float(slope.norm())
+        return slope / (1 + before)
+
+
+COUNTS = {"calls": 0}
+
+
+class _Options:
+    centred = False
+
+
+def _by_count(_: nn.Module, slopes: Any, __: Any) -> Any:
+    COUNTS["calls"] += 1
+    return (slopes[0] / COUNTS["calls"],)
+
+
+def _centred(h: Tensor) -> Tensor:
+    return h - h.mean(0, keepdim=True)
+
+
+class Annealed:
+    """A loss with a penalty that grows by a count of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, given: Any) -> Tensor:
+        self.calls += 1
+        return pairs(outputs, given) + min(1.0, self.calls / 10) * outputs.square().mean()
+
+
 def pairs(outputs: Tensor, given: Any) -> Tensor:
     """Return the mean of squared differences."""
     return (outputs - given[1]).square().mean()
@@ -275,9 +380,9 @@ class Logging:
         return loss
 
 
-KINDS = {kind.__name__: kind for kind in Base.__subclasses__()} | {"Base": Base}
+KINDS = {kind.__name__: kind for kind in [*Base.__subclasses__(), LaterObject]} | {"Base": Base}
 LOSSES = {"pairs": lambda: pairs, "as_sum": lambda: as_sum, "balanced": lambda: balanced}
-LOSSES |= {"Averaged": Averaged, "Centring": Centring, "Logging": Logging}
+LOSSES |= {"Averaged": Averaged, "Centring": Centring, "Logging": Logging, "Annealed": Annealed}
 
 
 def build(kind: str) -> nn.Module:
@@ -301,6 +406,7 @@ def plainly(kind: str, loss: str) -> dict[str, Tensor]:
     module, loss_fn = build(kind), LOSSES[loss]()
     optimizer = sgd(module.parameters())
     for step in range(STEPS):
+        _between(module, step)
         found = loss_fn(module(batch(step)[0]), batch(step))
         (found.sum / found.weight if isinstance(found, mw.Loss) else found).backward()
         optimizer.step()
@@ -311,8 +417,31 @@ def plainly(kind: str, loss: str) -> dict[str, Tensor]:
 def _trained(kind: str, loss: str, line: str) -> mw.ParallelModel:
     model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=LOSSES[loss](), optimizer=sgd)
     for step in range(STEPS):
+        _between(model.module, step)
         model.step(mw.split_batch(batch(step), model))
     return model
+
+
+def _between(module: nn.Module, step: int) -> None:
+    change = getattr(module, "between", None)
+    if change is not None:
+        change(step)
+
+
+def warned(kind: str, line: str) -> list[str]:
+    """Train with an evaluation after each step, and return the warnings of the package."""
+    model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=pairs, optimizer=sgd)
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        for step in range(3):
+            model.step(mw.split_batch(batch(step), model))
+            model.evaluate(mw.split_batch(batch(step), model))
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
+    return [record.getMessage() for record in heard]
 
 
 def train(kind: str, loss: str, line: str) -> dict[str, Tensor]:

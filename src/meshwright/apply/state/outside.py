@@ -105,8 +105,7 @@ class Outside:
         for value in vars(module).values():
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                 self._look_at_callable(value)
-        hooks = (module._forward_hooks, module._forward_pre_hooks)
-        for hook in [hook for found in hooks for hook in found.values()]:
+        for hook in _hooks_of(module):
             self._look_at_callable(hook)
 
     def _look_at_class(self, kind: type) -> None:
@@ -269,6 +268,10 @@ class Outside:
         """Return name, full name and value of each variable that the code looks up."""
         return [(name, label, value_in(space, name)) for space, name, label in self._slots.values()]
 
+    def objects(self) -> list[Any]:
+        """Return the objects that the code reaches, and modules that are no part of its own."""
+        return [*self._values, *self._others]
+
     def plain_values(self) -> list[Any]:
         """Return the numbers, flags and texts that the code reads in variables and in attributes of objects."""
         values = [value_in(space, name) for space, name, _ in self._slots.values()]
@@ -289,8 +292,15 @@ class Outside:
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Outside]] = weakref.WeakKeyDictionary()
 
 
-def _kinds(module: nn.Module) -> list[type]:
-    return [type(child) for child in module.modules()]
+def _kinds(module: nn.Module) -> list[Any]:
+    return [(type(child), *map(id, _hooks_of(child))) for child in module.modules()]
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """Return the user's hooks of a module, those of its backward too: trials take gradients."""
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for table in tables if table for hook in table.values()]
+    return [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith("meshwright.")]
 
 
 def names_of(code: types.CodeType) -> set[str]:

@@ -15,6 +15,7 @@ trial_writes parameters that trials have written to
 drawn        losses of models that draw whenever they run
 terms        a micro-batch's loss as a term of the step's
 buffer_calls buffers that each micro-batch changes
+moved_state  counts that a loss, a hook or a variable keeps
 watch        losses that are a mean no longer
 model_watch  models that begin to mix samples
 

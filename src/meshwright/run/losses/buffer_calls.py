@@ -7,7 +7,6 @@ tells. A forward that writes into a parameter by its batch is refused before; he
 
 from __future__ import annotations
 
-import dis
 import types
 from collections.abc import Iterator
 
@@ -18,6 +17,7 @@ from meshwright.apply.state.buffers import buffer_digests
 from meshwright.apply.state.kept_parameters import parameter_digests
 from meshwright.errors import some_of
 from meshwright.run.losses.loss import LossRule
+from meshwright.run.losses.moved_state import MovedState, moved_in
 
 __all__: list[str] = []
 
@@ -43,6 +43,7 @@ class BufferCalls:
         self._last: dict[str, str] | None = None
         self._found: dict[str, None] = {}
         self._counts: list[tuple[str, nn.Module, str]] | None = None
+        self._elsewhere: MovedState | None = None
 
     def note_forward(self) -> None:
         """Compare the buffers after a micro-batch's forward with those after the one before it in this step."""
@@ -52,6 +53,9 @@ class BufferCalls:
         now |= {f"parameter '{name}'": digest for name, digest in parameter_digests(self._engine.module)}
         if self._counts is None:
             self._counts = list(_kept_by_calls(self._engine.module))
+        if self._elsewhere is None:
+            self._elsewhere = MovedState(self._engine.module, self._rule.loss_fn)
+        now |= self._elsewhere.now()
         for name, owner, key in self._counts:
             if isinstance(value := vars(owner).get(key), _COUNTS):
                 now[f"attribute '{name}'"] = repr(value)
@@ -92,15 +96,5 @@ def _kept_by_calls(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
             own = [value for base in bases for value in vars(base).values()]
             codes = [value.__code__ for value in own if isinstance(value, types.FunctionType)]
-            of_class[kind] = {name for code in codes for name in _moved_in(code)}
+            of_class[kind] = {name for code in codes for name in moved_in(code)}
         yield from ((f"{path}.{name}" if path else name, child, name) for name in sorted(of_class[kind]))
-
-
-def _moved_in(code: types.CodeType) -> Iterator[str]:
-    """Yield names of attributes that code reads first, and sets after it."""
-    read: set[str] = set()
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_ATTR":
-            read.add(step.argval)
-        elif step.opname == "STORE_ATTR" and step.argval in read:
-            yield step.argval

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+import sys
+import types
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +26,15 @@ from meshwright.run.losses.trials import Evidence
 __all__: list[str] = []
 
 _NUMBERS = frozenset({int, float, bool, str})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_ENTRIES = frozenset({int, bool, str})
+"""Of what a container or an object holds; a float is rather a measurement."""
+_LIBRARIES = frozenset({"torch", "numpy", "meshwright", "builtins"}) | sys.stdlib_module_names - {"types", "argparse"}
+_DEPTH = 2
+_MOST_ENTRIES = 64
+"""Of a container or an object that are looked at [count]."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PLAIN = operator.itemgetter("training", *_HOOKS)
 _MAX_FORMS = 64
 """Forms of batches after which they are taken to vary freely [count]."""
@@ -128,10 +139,48 @@ class ModelWatch:
         values = [own.get(name) for own, names in self._slots for name in names]
         values += [value for own in self._plain for value in _OF_PLAIN(own)]
         # Nearly all tables of hooks are empty: this runs in every step, and calls nothing for them.
+        held: dict[int, Any] = {}  # a configuration is an attribute of many modules
         return [
-            value if type(value) in _NUMBERS else _users_hooks(value) if type(value) is OrderedDict and value else None
+            value
+            if (kind := type(value)) in _NUMBERS
+            else None
+            if value is None or (kind is OrderedDict and not value)
+            else _held_in(value, held)
             for value in values
         ]
+
+
+def _held_in(value: Any, held: dict[int, Any], depth: int = _DEPTH) -> Any:
+    """Return the numbers, flags and functions that an attribute holds, by which code may decide; None where there are none.
+
+    Args:
+        value: A function, a container, hooks, or an object such as a configuration.
+        held: What was found by id.
+        depth: How deep it is looked into.
+    """
+    kind = type(value)
+    if kind in _FUNCTIONS:
+        return value
+    if kind is OrderedDict:
+        return _users_hooks(value)
+    if not depth or isinstance(value, (torch.Tensor, nn.Module)):
+        return None
+    if id(value) not in held:
+        parts = (
+            value if kind in _CONTAINERS else () if kind.__module__.partition(".")[0] in _LIBRARIES else vars_of(value)
+        )
+        entries = parts.items() if isinstance(parts, dict) else enumerate(parts)
+        held[id(value)] = [
+            (place, entry if type(entry) in _ENTRIES else _held_in(entry, held, depth - 1))
+            for place, entry in itertools.islice(entries, _MOST_ENTRIES)
+            if entry is not None and type(entry) is not float
+        ]
+    return held[id(value)]
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Return an object's own attributes."""
+    return getattr(value, "__dict__", {})
 
 
 def _users_hooks(hooks: OrderedDict[Any, Any]) -> tuple[int, ...]:

@@ -82,10 +82,7 @@ def try_all(
 
 def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
     """Compare the gradients of parts with those of the whole."""
-    total = sum(tried.weights)
-    # As steps do: a mean weighs its part, and sums are divided by what all count in the end.
-    factors = [1.0 if tried.is_sum else weight / total for weight in tried.weights]
-    own = 1.0 / total if tried.is_sum else 1.0
+    own, factors = _factors_of(tried)
     runs = [dataclasses.replace(tried.like, slopes=own)] if tried.is_sum else []
     runs += [
         dataclasses.replace(tried.like, batch=part, slopes=factor)
@@ -99,15 +96,12 @@ def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
     if len(outcomes) == len(tried.weights) and tried.gap(whole, outcomes) > tried.tolerance:
         values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
         return f"with gradients enabled the loss is {whole.value:.6g} over the whole, and {values} over parts"
-    scale = 1.0 / total if tried.is_sum else 1.0
+    scale = own if tried.is_sum else 1.0
     tolerance = max(tolerance_of(whole.dtype), _OF_LOSSES * tried.tolerance)
     apart = find_apart(whole.slopes, [one.slopes for one in outcomes], scale, tolerance)
     if apart is None:
         return ""
-    # What another order of the samples changes is rounding: it says how exact these gradients are.
-    turned = (yield [dataclasses.replace(tried.like, batch=map_tensors(tried.like.batch, turn), slopes=own)])[0]
-    noise = None if turned.obstacle is not None else find_apart(whole.slopes, [turned.slopes], 1.0, 0.0)
-    if noise is not None and noise[1] <= _MOST_NOISE and apart[1] <= ROUNDINGS * noise[1]:
+    if (yield from _is_rounding(dataclasses.replace(tried.like, slopes=own), whole, apart[1])):
         return ""
     return apart_text(first.own_slopes or "code of its own in backward", *apart)
 
@@ -121,16 +115,43 @@ def _try_what_is_kept(tried: TriedLoss, changes: Sequence[str]) -> Trials:
     """Compare the second of two batches in parts and whole, where code keeps something of the first."""
     if not changes:
         return ""
-    like = tried.like
-    batches = [like.batch, *tried.parts]
-    whole, *outcomes = yield [dataclasses.replace(like, batch=batch, then=second_sample(batch)) for batch in batches]
+    like, kept = tried.like, some_of(list(changes), 3)
+    own, factors = _factors_of(tried)
+    pairs = [(like.batch, own), *zip(tried.parts, factors, strict=True)]
+    whole, *outcomes = yield [
+        dataclasses.replace(like, batch=batch, then=second_sample(batch), slopes=factor) for batch, factor in pairs
+    ]
     if any(outcome.obstacle is not None for outcome in (whole, *outcomes)):
         return ""
-    kept = some_of(list(changes), 3)
     if tried.gap(whole, outcomes) > tried.tolerance:
         values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
         return (
             f"the model or its loss keeps something of one batch for the next ({kept}): the loss of a second batch is "
             f"{whole.value:.6g} over the whole, and {values} over parts"
         )
-    return ""
+    tolerance = max(tolerance_of(whole.dtype), _OF_LOSSES * tried.tolerance)
+    apart = find_apart(whole.slopes, [one.slopes for one in outcomes], own if tried.is_sum else 1.0, tolerance)
+    again = dataclasses.replace(like, then=second_sample(like.batch), slopes=own)
+    if apart is None or (yield from _is_rounding(again, whole, apart[1])):
+        return ""
+    return (
+        f"the model or its loss keeps something of one batch for the next ({kept}): of a second batch, the gradient of "
+        f"'{apart[0]}' over parts differs from the whole's by {apart[1]:.2g} of it"
+    )
+
+
+def _is_rounding(
+    like: TrialForward, whole: TrialOutcome, difference: float
+) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
+    """Tell whether another order of the samples changes gradients as much, which says how exact they are."""
+    then = None if like.then is None else map_tensors(like.then, turn)
+    turned = (yield [dataclasses.replace(like, batch=map_tensors(like.batch, turn), then=then)])[0]
+    noise = None if turned.obstacle is not None else find_apart(whole.slopes, [turned.slopes], 1.0, 0.0)
+    return noise is not None and noise[1] <= _MOST_NOISE and difference <= ROUNDINGS * noise[1]
+
+
+def _factors_of(tried: TriedLoss) -> tuple[float, list[float]]:
+    """Return what the loss of the whole is multiplied by for its gradients, and those of parts, as steps do."""
+    total = sum(tried.weights)
+    # A mean weighs its part, and sums are divided by what all count in the end.
+    return 1.0 / total if tried.is_sum else 1.0, [1.0 if tried.is_sum else weight / total for weight in tried.weights]

@@ -163,7 +163,7 @@ def run_trial(
                 contextlib.nullcontext() if trial.draws is None else trial.draws.running(),
             ):
                 if trial.then is not None:
-                    batch = _run_first(module, trial.then, batch, forward, term)
+                    batch = _run_first(module, trial, batch, forward, term)
                 outputs = forward(batch)
                 if trial.draws is not None:
                     trial.draws.take(outputs)
@@ -242,15 +242,19 @@ class _OutsideState:
 
 
 def _run_first(
-    module: nn.Module, then: Any, batch: Any, forward: Callable[[Any], Any], term: Callable[[Any, Any], LossTerm]
+    module: nn.Module,
+    trial: TrialForward,
+    batch: Any,
+    forward: Callable[[Any], Any],
+    term: Callable[[Any, Any], LossTerm],
 ) -> Any:
     """Run a first batch, put the buffers back, and return the second one."""
     buffers = BufferSnapshot(module)
     found = term_with_slopes(term, forward(batch), batch)
     if torch.is_grad_enabled():  # hooks in backward may keep something, too
-        slopes_of(found.value, module.named_parameters(), 1.0)
+        slopes_of(found.value, module.named_parameters(), trial.slopes or 1.0)
     buffers.restore()
-    return own_copy(then)
+    return own_copy(trial.then)
 
 
 def _rows(outputs: Any, counts: Sequence[int]) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.modules.hooks import OwnHook
+from meshwright.apply.shards.gradient_hooks import is_ours
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.run.sentinels.digest import digest_text
 from meshwright.run.sentinels.settings import Rows, raise_different, text_of
@@ -50,8 +50,9 @@ class SettingsWatch:
         self._size = -1
         self._values: list[Any] = []
         self._tables: list[dict[int, Any]] = []
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[int] = []
+        self._of_user: dict[str, int] | None = None
         self._passed_over: set[str] = set()
         """What was told, and is watched no more."""
         self._is_noted = False
@@ -71,7 +72,7 @@ class SettingsWatch:
         self._owners = [vars(module) for _, module in modules]
         self._is_torchs = [type(module).__module__.startswith("torch.nn.modules.") for _, module in modules]
         self._tables = [own[key] for own in self._owners for key in _TABLES if key in own]
-        self._parameters = list(self._engine.module.parameters())
+        self._parameters = list(self._engine.module.named_parameters())
         self._find_slots()
 
     def _find_slots(self) -> None:
@@ -93,7 +94,7 @@ class SettingsWatch:
             return list(itertools.chain.from_iterable(getter(own) for getter, own in self._getters))
 
     def _num_hooks(self) -> list[int]:
-        of_parameters = [getattr(p, key, None) for p in self._parameters for key in _OF_PARAMETERS]
+        of_parameters = [getattr(p, key, None) for _, p in self._parameters for key in _OF_PARAMETERS]
         return [*map(len, self._tables), *(len(table) if table else 0 for table in of_parameters)]
 
     def modes(self) -> str:
@@ -120,11 +121,11 @@ class SettingsWatch:
         self.look()
         self._changed, self._set = self._set, {}
         hooks, self._hooks = self._hooks, self._num_hooks()
-        has_new_hooks = hooks != self._hooks and bool(hooks)
+        has_new_hooks = hooks != self._hooks and self._has_other_hooks()
         rows = [(name, text) for name, slot in self._changed.items() if (text := self._text(slot)) is not None]
         if not rows and not has_new_hooks:
             return 0
-        return digest_text(repr((rows, self._user_hooks() if has_new_hooks else None)))
+        return digest_text(repr((rows, self._of_user if has_new_hooks else None)))
 
     def _name(self, slot: Slot) -> str:
         owner = self._names[slot[0]]
@@ -135,12 +136,21 @@ class SettingsWatch:
         value = self._owners[slot[0]].get(slot[1], _ABSENT)
         return "not there" if value is _ABSENT else text_of(value)
 
-    def _user_hooks(self) -> list[int]:
-        """Return how many hooks of the user's each table of the modules and the parameters has."""
+    def _has_other_hooks(self) -> bool:
+        """Tell whether the user's hooks are others than at the last call: those of the package come and go."""
+        before, self._of_user = self._of_user, self._user_hooks()
+        return before is not None and before != self._of_user
+
+    def _user_hooks(self, *, with_none: bool = False) -> dict[str, int]:
+        """Return how many hooks of the user's modules and parameters have, by name, of all or of those that have any."""
         if "hooks" in self._passed_over:
-            return []
-        of_parameters = [getattr(p, key, None) or {} for p in self._parameters for key in _OF_PARAMETERS]
-        return [sum(not isinstance(h, OwnHook) for h in table.values()) for table in (*self._tables, *of_parameters)]
+            return {}
+        found: dict[str, int] = {}
+        for (name, own), key in itertools.product(zip(self._names, self._owners, strict=True), _TABLES):
+            found[f"{name} {key}"] = sum(not is_ours(hook) for hook in own.get(key, {}).values())
+        for (name, parameter), key in itertools.product(self._parameters, _OF_PARAMETERS):
+            found[f"{name} {key}"] = sum(not is_ours(hook) for hook in (getattr(parameter, key, None) or {}).values())
+        return {name: count for name, count in found.items() if count or with_none}
 
     def explain(self) -> list[str]:
         """Find what ranks have set otherwise; every rank calls it after digests have differed.
@@ -153,7 +163,7 @@ class SettingsWatch:
         """
         everyone, device = self._engine.everyone, self._engine.device
         mine = [[name, self._is_torchs[number]] for name, (number, _) in self._changed.items()]
-        told: Sequence[Any] = everyone.all_gather_json([mine, self._user_hooks()], device=device)
+        told: Sequence[Any] = everyone.all_gather_json([mine, self._user_hooks(with_none=True)], device=device)
         kinds = {name: is_torchs for changed, _ in told for name, is_torchs in changed}
         refused = [name for name, is_torchs in kinds.items() if is_torchs]
         if refused:
@@ -171,8 +181,12 @@ class SettingsWatch:
                     f"{ranks[1]}. Where results depend on it, give every rank the same"
                 )
                 self._passed_over.add(name)
-        if any(hooks != told[0][1] for _, hooks in told):
-            counts = {everyone.ranks[place]: sum(hooks) for place, (_, hooks) in enumerate(told)}
+        # Where each rank of a pipeline has its own parameters, their hooks are there as well.
+        common = [name for name in told[0][1] if all(name in hooks for _, hooks in told)]
+        if any(hooks[name] != told[0][1][name] for name in common for _, hooks in told):
+            counts = {
+                everyone.ranks[place]: sum(hooks[name] for name in common) for place, (_, hooks) in enumerate(told)
+            }
             texts.append(
                 f"ranks have registered other hooks of modules or gradients (their numbers by rank: {counts}). A hook that "
                 "changes results has to be on every rank; one that only looks on may be on one"

@@ -1,0 +1,110 @@
+"""State outside of a model's modules that calls move: counts in a loss, a global variable, a class, a closure or a hook.
+
+A call that reads such a number before it sets it counts calls, or averages over them: with micro-batches there are more of
+them than on one device. What code sets without reading it (the last loss, a list of losses) is for people alone.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.apply.shards.gradient_hooks import is_ours
+from meshwright.apply.state.attributes import is_object
+from meshwright.apply.state.outside import Outside
+
+__all__: list[str] = []
+
+_COUNTS = (int, float, str)  # with bool
+_MOST_ENTRIES = 64
+"""Of a list or dict that is compared [count]."""
+_MOST_NUMBERS = 2**16
+"""Of a tensor that is compared [count]."""
+_LOADS = frozenset({"LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF"})
+_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"})
+
+
+class MovedState:
+    """What the code of a model, its loss, and its hooks on gradients keeps elsewhere and moves.
+
+    Args:
+        module: The model.
+        loss_fn: The loss, or None.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: Any) -> None:
+        found = [hook for p in module.parameters() for hook in (p._backward_hooks or {}).values() if not is_ours(hook)]
+        others = [getattr(hook, "hook", hook) for hook in found]  # in our wrapper
+        self._outsides = [Outside.of(module), Outside(None, [*others, *([] if loss_fn is None else [loss_fn])])]
+        codes = [function.__code__ for outside in self._outsides for function in outside.functions]
+        self._moved = {name for code in codes for name in moved_in(code)}
+        self._entries = {name for code in codes for name in entries_in(code)}
+
+    def now(self) -> dict[str, str]:
+        """Return the present values by name, as texts."""
+        names, texts = self._moved | self._entries, dict[str, str]()
+        for outside in self._outsides if names else ():
+            variables = outside.variables()
+            rows = [(name, label, value) for name, label, value in variables if name in names]
+            for owner in [*outside.objects(), *(value for *_, value in variables if is_object(value))]:
+                held: Mapping[str, Any] = getattr(owner, "__dict__", {})
+                kind = type(owner).__name__
+                rows += [(name, f"{kind}.{name}", held[name]) for name in sorted(held.keys() & names)]
+                if isinstance(owner, nn.Module):
+                    rows += [(None, f"{kind}.{name}", value) for name, value in owner._buffers.items()]
+            for name, label, value in rows:
+                is_container = isinstance(value, (dict, list))
+                if name is None or name in (self._entries if is_container else self._moved):
+                    text = _text_of(value)
+                    texts |= {} if text is None else {f"variable '{label}'": text}
+        return texts
+
+
+def _text_of(value: Any) -> str | None:
+    """Return a number as text, of containers those in them; None where there is none."""
+    if isinstance(value, _COUNTS):
+        return repr(value)
+    if isinstance(value, Tensor):
+        is_read = value.numel() <= _MOST_NUMBERS and type(value) is Tensor and not value.is_meta
+        return repr(float(value.detach().abs().double().sum())) if is_read else None
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list) and len(value) <= _MOST_ENTRIES:
+        return repr([item if isinstance(item, _COUNTS) else _text_of(item) for item in value])
+    return None
+
+
+def moved_in(code: types.CodeType) -> Iterator[str]:
+    """Yield names of attributes and variables that code, or its inner functions, read first and set after it."""
+    read: set[tuple[str, str]] = set()
+    for step in dis.get_instructions(code):
+        kind = step.opname.partition("_")[2]
+        if step.opname in _LOADS:
+            read.add((kind, step.argval))
+        elif step.opname in _STORES and (kind, step.argval) in read:
+            yield step.argval
+    yield from _in_inner(code, moved_in)
+
+
+def entries_in(code: types.CodeType) -> Iterator[str]:
+    """Yield names of attributes and variables of which code may read an entry first, and set it after it."""
+    read: set[str] = set()
+    has_entry = False
+    for step in dis.get_instructions(code):
+        if step.opname in _LOADS:
+            read.add(step.argval)
+        elif step.opname.startswith("BINARY_SUBSCR") or (step.opname == "BINARY_OP" and "[" in step.argrepr):
+            has_entry = True
+        elif step.opname == "STORE_SUBSCR" and has_entry:
+            yield from read
+    yield from _in_inner(code, entries_in)
+
+
+def _in_inner(code: types.CodeType, find: Callable[[types.CodeType], Iterator[str]]) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from find(constant)
