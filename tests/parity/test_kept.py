@@ -177,3 +177,26 @@ def test_a_loss_that_keeps_its_values_for_people_is_not_told() -> None:
 def test_hooks_of_the_package_and_of_other_stages_are_no_other_hooks(kind: str, line: str) -> None:
     for warnings in testing.run_ranks(jobs.warned, 2, kind, line):
         assert not any("other hooks" in text for text in warnings)
+
+
+# Trials see neither: eval mode leaves out what training keeps, and of a model that always draws no loss is compared.
+@pytest.mark.parametrize(
+    ("kind", "loss", "name"),
+    [("DrawnKept", "pairs", "attribute 'kept'"), ("Noisy", "Averaged", "variable 'Averaged.average'")],
+)
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0"])
+def test_what_ranks_keep_of_their_samples_is_told_where_the_model_draws(
+    line: str, kind: str, loss: str, name: str
+) -> None:
+    for reasons in testing.run_ranks(jobs.told, 2, kind, loss, line):
+        assert any(f"each rank's own samples change {name}" in reason for reason in reasons)
+
+
+def test_a_loss_that_ranks_keep_for_people_is_not_told_where_the_model_draws() -> None:
+    for reasons in testing.run_ranks(jobs.told, 2, "Noisy", "Logging", "dp=2"):
+        assert not any("own samples change" in reason for reason in reasons)
+
+
+def test_a_note_that_one_rank_keeps_on_a_layer_of_torch_is_told() -> None:
+    for reasons in testing.run_ranks(jobs.noted, 2):
+        assert any("attribute 'largest' of module 'mid' was changed between steps" in reason for reason in reasons)

@@ -21,7 +21,7 @@ def assert_equal(found: dict[str, torch.Tensor], kind: str) -> None:
         torch.testing.assert_close(found[name], value, rtol=FLOAT64, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", ["WithGraph", "Enabled", "Named", "Repeated", "Late"])
+@pytest.mark.parametrize("kind", ["WithGraph", "Enabled", "Named", "Repeated", "Late", "InHook"])
 @pytest.mark.parametrize("line", PLANS)
 def test_it_is_refused(line: str, kind: str) -> None:
     # Added up over ranks and parts, it trained other parameters without a word: 0.05 to 0.11 after two steps.

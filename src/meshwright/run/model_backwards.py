@@ -43,9 +43,8 @@ def _refuse_inside(called: FrameType, roots: Sequence[Any], inputs: Sequence[Any
         frame = frame.f_back
     if frame is None or module_of(frame).startswith("meshwright.") or not is_run_by_a_plan(frame):
         return
-    if (
-        is_in_backward()
-    ):  # of a function that repeats its forward in its backward (reversible layers): it is a part of ours
+    # One of a function that repeats its forward in its backward (reversible layers) hands on a gradient: it is a part of ours.
+    if is_in_backward() and called.f_locals.get("grad_tensors") is not None:
         return
     if inputs:
         reaches = any(isinstance(tensor, nn.Parameter) for tensor in inputs)

@@ -219,6 +219,20 @@ class Counted(Base):
         return h / self.kept
 
 
+class DrawnKept(KeptTensor):
+    """The same behind dropout, which eval mode leaves out, as it does the average."""
+
+    def change(self, h: Tensor) -> Tensor:
+        return super().change(F.dropout(h, 0.2, self.training))
+
+
+class Noisy(Base):
+    """Draws whenever it runs."""
+
+    def change(self, h: Tensor) -> Tensor:
+        return h + 0.1 * torch.randn_like(h)
+
+
 class CountedHook(Base):
     """A backward hook of a layer, with a count in a variable of its file."""
 
@@ -380,7 +394,7 @@ class Logging:
         return loss
 
 
-KINDS = {kind.__name__: kind for kind in [*Base.__subclasses__(), LaterObject]} | {"Base": Base}
+KINDS = {kind.__name__: kind for kind in [*Base.__subclasses__(), LaterObject, DrawnKept]} | {"Base": Base}
 LOSSES = {"pairs": lambda: pairs, "as_sum": lambda: as_sum, "balanced": lambda: balanced}
 LOSSES |= {"Averaged": Averaged, "Centring": Centring, "Logging": Logging, "Annealed": Annealed}
 
@@ -426,6 +440,16 @@ def _between(module: nn.Module, step: int) -> None:
     change = getattr(module, "between", None)
     if change is not None:
         change(step)
+
+
+def noted() -> tuple[str, ...]:
+    """Keep a note on a layer on one rank, and return what is told."""
+    model = mw.apply_plan(functools.partial(build, "Base"), "dp=2", loss_fn=pairs, optimizer=sgd)
+    for step in range(3):
+        model.step(mw.split_batch(batch(step), model))
+        if model.dp_rank == 0:
+            model.module.mid.largest = float(model.module.mid.weight.detach().abs().max())
+    return model.plan.reasons
 
 
 def warned(kind: str, line: str) -> list[str]:

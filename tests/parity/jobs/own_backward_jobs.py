@@ -71,6 +71,26 @@ class Late(Plain):
                 self.up.weight.square().sum().backward()
 
 
+class InHook(Plain):
+    """A loss of its own in backward, in a hook: as local losses are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        if h.requires_grad:
+            held = h.detach()
+            h.register_hook(lambda _: self.train_local(held))
+        return self.down(h)
+
+    def train_local(self, h: Tensor) -> None:
+        """Run backward from the local loss."""
+        with torch.enable_grad():
+            (self.local(h) - 1).square().mean().backward()
+
+
 class OfInputs(Plain):
     """For the inputs alone: each rank's are its own."""
 
@@ -113,7 +133,7 @@ class Reversible(Plain):
         return super().forward(_Reversible.apply(x, self.first))
 
 
-KINDS = {kind.__name__: kind for kind in (WithGraph, Enabled, Named, Repeated, Late, OfInputs, Reversible)}
+KINDS = {kind.__name__: kind for kind in (WithGraph, Enabled, Named, Repeated, Late, InHook, OfInputs, Reversible)}
 
 
 def build(kind: str) -> nn.Module:

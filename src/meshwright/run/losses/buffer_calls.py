@@ -40,6 +40,7 @@ class BufferCalls:
         self._engine = engine
         self._rule = rule
         self._left = _TIMES if is_cut and engine.num_replicas == 1 else 0
+        self._left_of_ranks = _TIMES if engine.num_shares > 1 and engine.num_replicas == 1 else 0
         self._last: dict[str, str] | None = None
         self._found: dict[str, None] = {}
         self._counts: list[tuple[str, nn.Module, str]] | None = None
@@ -66,6 +67,9 @@ class BufferCalls:
 
     def end_step(self) -> None:
         """Tell what any rank has found; every rank calls it at the end of a step's passes."""
+        if self._left_of_ranks and self._rule.has_untried_keeping:
+            self._left_of_ranks -= 1
+            self._compare_shares()
         if not self._left:
             return
         self._left -= 1
@@ -78,6 +82,21 @@ class BufferCalls:
         if found:
             self._left = 0
             self._tell(found)
+
+    def _compare_shares(self) -> None:
+        """Tell what ranks keep otherwise, each of its own samples, where no trial has looked at that."""
+        engine = self._engine
+        self._elsewhere = self._elsewhere or MovedState(engine.module, self._rule.loss_fn)
+        with engine.group.ledger.of_checks():
+            told = engine.group.all_gather_json(self._elsewhere.now(with_modules=True), device=engine.device)
+            names = [name for name in told[0] if any(held.get(name, told[0][name]) != told[0][name] for held in told)]
+            found = engine.everyone.all_gather_json(names, device=engine.device)
+        if names := list(dict.fromkeys(name for held in found for name in held)):
+            self._left_of_ranks = 0
+            self._rule.reasons += (
+                f"buffers: each rank's own samples change {some_of(names, _MOST_SHOWN)}: where results depend on it, they are "
+                "not one device's; with batch=whole they are",
+            )
 
     def _tell(self, found: list[str]) -> None:
         names = some_of(found, _MOST_SHOWN)

@@ -95,6 +95,8 @@ class LossRule:
         """What is to be known of the loss, for people."""
         self.changes: dict[str, None] = {}
         """What loss_fn keeps that calls on trial have changed, for people."""
+        self.has_untried_keeping = False
+        """Whether nobody has tried what a step keeps for the next: the model draws, or nothing could be tried."""
         self.has_untried_slopes = False
         """Whether parameters are too large for trials of gradients."""
         self._is_in_turn = False

@@ -39,14 +39,19 @@ class MovedState:
     def __init__(self, module: nn.Module, loss_fn: Any) -> None:
         found = [hook for p in module.parameters() for hook in (p._backward_hooks or {}).values() if not is_ours(hook)]
         others = [getattr(hook, "hook", hook) for hook in found]  # in our wrapper
+        self._modules = list(module.named_modules())
         self._outsides = [Outside.of(module), Outside(None, [*others, *([] if loss_fn is None else [loss_fn])])]
         codes = [function.__code__ for outside in self._outsides for function in outside.functions]
         self._moved = {name for code in codes for name in moved_in(code)}
         self._entries = {name for code in codes for name in entries_in(code)}
 
-    def now(self) -> dict[str, str]:
-        """Return the present values by name, as texts."""
+    def now(self, *, with_modules: bool = False) -> dict[str, str]:
+        """Return the present values by name, as texts, those of attributes of the model's own modules too if asked."""
         names, texts = self._moved | self._entries, dict[str, str]()
+        for path, child in self._modules if with_modules else ():
+            for name in sorted(vars(child).keys() & self._moved):
+                text = _text_of(vars(child)[name])
+                texts |= {} if text is None else {f"attribute '{path}.{name}'" if path else f"attribute '{name}'": text}
         for outside in self._outsides if names else ():
             variables = outside.variables()
             rows = [(name, label, value) for name, label, value in variables if name in names]

@@ -6,6 +6,8 @@ notes of a rank's share (the last loss), and hooks may only look on (a logger on
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import logging
 import operator
@@ -44,6 +46,7 @@ class SettingsWatch:
         self._engine = engine
         self._names: list[str] = []
         self._owners: list[dict[str, Any]] = []
+        self._kinds: list[type] = []
         self._is_torchs: list[bool] = []
         self._slots: list[Slot] = []
         self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
@@ -70,6 +73,7 @@ class SettingsWatch:
         modules = list(self._engine.module.named_modules())
         self._names = [name for name, _ in modules]
         self._owners = [vars(module) for _, module in modules]
+        self._kinds = [type(module) for _, module in modules]
         self._is_torchs = [type(module).__module__.startswith("torch.nn.modules.") for _, module in modules]
         self._tables = [own[key] for own in self._owners for key in _TABLES if key in own]
         self._parameters = list(self._engine.module.named_parameters())
@@ -136,6 +140,11 @@ class SettingsWatch:
         value = self._owners[slot[0]].get(slot[1], _ABSENT)
         return "not there" if value is _ABSENT else text_of(value)
 
+    def _is_option(self, slot: Slot) -> bool:
+        """Tell whether an attribute is one by which a layer of torch's computes, and no note that a script keeps there."""
+        number, key = slot
+        return self._is_torchs[number] and key in _options_of(self._kinds[number])
+
     def _has_other_hooks(self) -> bool:
         """Tell whether the user's hooks are others than at the last call: those of the package come and go."""
         before, self._of_user = self._of_user, self._user_hooks()
@@ -162,7 +171,7 @@ class SettingsWatch:
             ApplyError: On every rank: a number or a flag of one of torch's layers differs.
         """
         everyone, device = self._engine.everyone, self._engine.device
-        mine = [[name, self._is_torchs[number]] for name, (number, _) in self._changed.items()]
+        mine = [[name, self._is_option(slot)] for name, slot in self._changed.items()]
         told: Sequence[Any] = everyone.all_gather_json([mine, self._user_hooks(with_none=True)], device=device)
         kinds = {name: is_torchs for changed, _ in told for name, is_torchs in changed}
         refused = [name for name, is_torchs in kinds.items() if is_torchs]
@@ -199,3 +208,10 @@ class SettingsWatch:
     def _rows(self, names: Sequence[str]) -> Rows:
         slots = {self._name(slot): slot for slot in self._slots}
         return [(name, (self._text(slots[name]) or "...") if name in slots else "not there") for name in names]
+
+
+@functools.cache
+def _options_of(kind: type) -> frozenset[str]:
+    """Return the names of attributes that a class of torch's makes of its arguments."""
+    arguments = [name for base in kind.__mro__[:-1] for name in inspect.signature(base.__init__).parameters]
+    return frozenset([*arguments, *getattr(kind, "__constants__", ())])
