@@ -442,6 +442,20 @@ def _between(module: nn.Module, step: int) -> None:
         change(step)
 
 
+def short(line: str) -> tuple[str, ...]:
+    """Train on a batch of one sample, and return what is told."""
+    model = mw.apply_plan(functools.partial(build, "Counted"), line, loss_fn=pairs, optimizer=sgd)
+    model.step(mw.split_batch(tuple(tensor[:1] for tensor in batch(0)), model))
+    model.step(mw.split_batch(batch(1), model))
+    return model.plan.reasons
+
+
+def uneven(kind: str, line: str, num_samples: int) -> None:
+    """Train on a first batch of this many samples."""
+    model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=pairs, optimizer=sgd)
+    model.step(mw.split_batch(tuple(tensor[:num_samples] for tensor in batch(0)), model))
+
+
 def noted() -> tuple[str, ...]:
     """Keep a note on a layer on one rank, and return what is told."""
     model = mw.apply_plan(functools.partial(build, "Base"), "dp=2", loss_fn=pairs, optimizer=sgd)

@@ -40,7 +40,7 @@ class BufferCalls:
         self._engine = engine
         self._rule = rule
         self._left = _TIMES if is_cut and engine.num_replicas == 1 else 0
-        self._left_of_ranks = _TIMES if engine.num_shares > 1 and engine.num_replicas == 1 else 0
+        self._left_of_ranks = self._left_of_short = _TIMES if engine.num_shares > 1 and engine.num_replicas == 1 else 0
         self._last: dict[str, str] | None = None
         self._found: dict[str, None] = {}
         self._counts: list[tuple[str, nn.Module, str]] | None = None
@@ -65,9 +65,16 @@ class BufferCalls:
             self._found.update(dict.fromkeys(changed))
         self._last = now
 
-    def end_step(self) -> None:
-        """Tell what any rank has found; every rank calls it at the end of a step's passes."""
-        if self._left_of_ranks and self._rule.has_untried_keeping:
+    def end_step(self, num_samples: int) -> None:
+        """Tell what any rank has found; every rank calls it at the end of a step's passes.
+
+        Args:
+            num_samples: Of the global batch; a rank that has none makes no call, and counts none [samples].
+        """
+        if num_samples < self._engine.num_shares and self._left_of_short:
+            self._left_of_short -= 1
+            self._compare_shares()
+        elif self._left_of_ranks and self._rule.has_untried_keeping:
             self._left_of_ranks -= 1
             self._compare_shares()
         if not self._left:
@@ -92,10 +99,10 @@ class BufferCalls:
             names = [name for name in told[0] if any(held.get(name, told[0][name]) != told[0][name] for held in told)]
             found = engine.everyone.all_gather_json(names, device=engine.device)
         if names := list(dict.fromkeys(name for held in found for name in held)):
-            self._left_of_ranks = 0
+            self._left_of_ranks = self._left_of_short = 0
             self._rule.reasons += (
-                f"buffers: each rank's own samples change {some_of(names, _MOST_SHOWN)}: where results depend on it, they are "
-                "not one device's; with batch=whole they are",
+                f"buffers: each rank's own samples (or none) change {some_of(names, _MOST_SHOWN)}: where results depend on it, "
+                "they are not one device's; with batch=whole they are",
             )
 
     def _tell(self, found: list[str]) -> None:
