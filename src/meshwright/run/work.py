@@ -153,9 +153,8 @@ class LossWork:
         sums = self.sums(terms)
         rest = 1.0 / self._engine.repeats
         self._engine.finish_gradients(rest if self._is_at_once or not sums.has_sums else sums.gradient_scale)
-        self._terms.buffer_calls.end_step(
-            self._agreement.num_samples
-        )  # a rank without samples sends its part of the gradients only now
+        # After the gradients, of which a rank without samples sends its part only now.
+        self._terms.buffer_calls.end_step(self._agreement.num_samples)
         return sums, self._engine.gradient_norm()
 
     def sums(self, terms: Sequence[LossTerm]) -> Sums:

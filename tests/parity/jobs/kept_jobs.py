@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -456,18 +457,23 @@ def uneven(kind: str, line: str, num_samples: int) -> None:
     model.step(mw.split_batch(tuple(tensor[:num_samples] for tensor in batch(0)), model))
 
 
-def noted() -> tuple[str, ...]:
-    """Keep a note on a layer on one rank, and return what is told."""
-    model = mw.apply_plan(functools.partial(build, "Base"), "dp=2", loss_fn=pairs, optimizer=sgd)
-    for step in range(3):
-        model.step(mw.split_batch(batch(step), model))
+def noted() -> list[str]:
+    """Keep a note on a layer on one rank, and return the warnings of the package."""
+
+    def between(model: mw.ParallelModel, _: int) -> None:
         if model.dp_rank == 0:
-            model.module.mid.largest = float(model.module.mid.weight.detach().abs().max())
-    return model.plan.reasons
+            layer: Any = model.module.mid
+            layer.largest = float(layer.weight.detach().abs().max())
+
+    return _warnings("Base", "dp=2", between)
 
 
 def warned(kind: str, line: str) -> list[str]:
     """Train with an evaluation after each step, and return the warnings of the package."""
+    return _warnings(kind, line, lambda model, step: model.evaluate(mw.split_batch(batch(step), model)))
+
+
+def _warnings(kind: str, line: str, between: Callable[[mw.ParallelModel, int], Any]) -> list[str]:
     model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=pairs, optimizer=sgd)
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -476,15 +482,10 @@ def warned(kind: str, line: str) -> list[str]:
     try:
         for step in range(3):
             model.step(mw.split_batch(batch(step), model))
-            model.evaluate(mw.split_batch(batch(step), model))
+            between(model, step)
     finally:
         logging.getLogger("meshwright").removeHandler(handler)
     return [record.getMessage() for record in heard]
-
-
-def train(kind: str, loss: str, line: str) -> dict[str, Tensor]:
-    """Train under a plan."""
-    return _trained(kind, loss, line).full_state_dict()
 
 
 def told(kind: str, loss: str, line: str) -> tuple[str, ...]:
