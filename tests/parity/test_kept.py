@@ -150,12 +150,16 @@ def test_trials_put_back_what_a_backward_hook_of_a_layer_counts() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "loss", "name"),
-    [("Base", "Annealed", "Annealed.calls"), ("CountedHook", "pairs", "COUNTS")],
+    [
+        ("Base", "Annealed", "variable 'Annealed.calls'"),
+        ("CountedHook", "pairs", "variable 'COUNTS'"),
+        ("DrawnKept", "pairs", "attribute 'kept'"),
+    ],
 )
 @pytest.mark.parametrize("line", ["single,micro_batches=2", "dp=2,micro_batches=2"])
 def test_what_each_micro_batch_counts_outside_of_modules_is_told(line: str, kind: str, loss: str, name: str) -> None:
     for reasons in testing.run_ranks(jobs.told, mw.Plan.parse(line).num_ranks, kind, loss, line):
-        assert any(f"each micro-batch changes variable '{name}'" in reason for reason in reasons)
+        assert any(f"each micro-batch changes {name}" in reason for reason in reasons)
 
 
 def test_a_loss_that_keeps_its_values_for_people_is_not_told() -> None:

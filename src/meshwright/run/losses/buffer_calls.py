@@ -17,14 +17,13 @@ from meshwright.apply.state.buffers import buffer_digests
 from meshwright.apply.state.kept_parameters import parameter_digests
 from meshwright.errors import some_of
 from meshwright.run.losses.loss import LossRule
-from meshwright.run.losses.moved_state import MovedState, moved_in
+from meshwright.run.losses.moved_state import MovedState, moved_in, text_of
 
 __all__: list[str] = []
 
 _TIMES = 3
 """How many steps are looked at [count]."""
 _MOST_SHOWN = 4
-_COUNTS = (int, float, str)  # with bool
 
 
 class BufferCalls:
@@ -58,8 +57,8 @@ class BufferCalls:
             self._elsewhere = MovedState(self._engine.module, self._rule.loss_fn)
         now |= self._elsewhere.now()
         for name, owner, key in self._counts:
-            if isinstance(value := vars(owner).get(key), _COUNTS):
-                now[f"attribute '{name}'"] = repr(value)
+            if (text := text_of(vars(owner).get(key))) is not None:
+                now[f"attribute '{name}'"] = text
         if self._last is not None:
             changed = (name for name, digest in now.items() if self._last.get(name, digest) != digest)
             self._found.update(dict.fromkeys(changed))

@@ -50,7 +50,7 @@ class MovedState:
         names, texts = self._moved | self._entries, dict[str, str]()
         for path, child in self._modules if with_modules else ():
             for name in sorted(vars(child).keys() & self._moved):
-                text = _text_of(vars(child)[name])
+                text = text_of(vars(child)[name])
                 texts |= {} if text is None else {f"attribute '{path}.{name}'" if path else f"attribute '{name}'": text}
         for outside in self._outsides if names else ():
             variables = outside.variables()
@@ -64,12 +64,12 @@ class MovedState:
             for name, label, value in rows:
                 is_container = isinstance(value, (dict, list))
                 if name is None or name in (self._entries if is_container else self._moved):
-                    text = _text_of(value)
+                    text = text_of(value)
                     texts |= {} if text is None else {f"variable '{label}'": text}
         return texts
 
 
-def _text_of(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
     """Return a number as text, of containers those in them; None where there is none."""
     if isinstance(value, _COUNTS):
         return repr(value)
@@ -79,7 +79,7 @@ def _text_of(value: Any) -> str | None:
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list) and len(value) <= _MOST_ENTRIES:
-        return repr([item if isinstance(item, _COUNTS) else _text_of(item) for item in value])
+        return repr([item if isinstance(item, _COUNTS) else text_of(item) for item in value])
     return None
 
 
