@@ -171,7 +171,10 @@ def _held_in(value: Any, held: dict[int, Any], depth: int = _DEPTH) -> Any:
         )
         entries = parts.items() if isinstance(parts, dict) else enumerate(parts)
         held[id(value)] = [
-            (place, entry if type(entry) in _ENTRIES else _held_in(entry, held, depth - 1))
+            (
+                place if type(place) in _ENTRIES else None,
+                entry if type(entry) in _ENTRIES else _held_in(entry, held, depth - 1),
+            )
             for place, entry in itertools.islice(entries, _MOST_ENTRIES)
             if entry is not None and type(entry) is not float
         ]

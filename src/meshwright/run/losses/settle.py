@@ -80,7 +80,7 @@ def settle_loss(
     kept = next((f"{evidence.kept} (rank {rank})" for rank, evidence in seen if evidence.kept), "")
     if kept and is_cut and rule.refuses and engine.num_shares * engine.num_replicas > 1:
         raise apart_error(kept)
-    rule.has_untried_keeping = not all(evidence.is_in_training and evidence.obstacle is None for _, evidence in seen)
+    rule.has_untried_keeping = not all(evidence.tries_keeping and evidence.obstacle is None for _, evidence in seen)
     always_draws = is_cut and bool(seen) and all(evidence.obstacle == DRAWS for _, evidence in seen)
     rule.untried = decision.reasons[0] if always_draws else ""
     reasons = (*decision.reasons, *([str(decision.error)] if decision.error is not None else []))  # with its fix

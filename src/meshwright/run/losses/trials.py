@@ -64,8 +64,8 @@ class Evidence:
     """Why gradients are not what parts give, though the loss is."""
     kept: str = ""
     """Why later batches are not, since code keeps something of those before."""
-    is_in_training: bool = False
-    """Whether it was tried in the mode of a step; a model that draws is in eval mode."""
+    tries_keeping: bool = False
+    """Whether what a step keeps for the next was tried, in a step's mode; a model that draws is in eval mode."""
     culprit: str = "loss"
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
@@ -117,7 +117,7 @@ def examine(
         has_class_weights=whole.has_class_weights,
         branches=whole.branches,
         own_generator=whole.own_generator,
-        is_in_training=not like.evaluates and like.ahead is None,
+        tries_keeping=proofs is not None and proofs.are_wanted and not like.evaluates and like.ahead is None,
     )
     prove = functools.partial(
         _prove, found, proofs or Proofs(), TriedLoss(like, whole, parts, counts, outcomes, found.tolerance)
