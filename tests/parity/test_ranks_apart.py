@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.parity.jobs import apart_jobs as jobs
+from tests.parity.jobs import inside_jobs
 
 from meshwright import testing
 
@@ -83,6 +84,20 @@ def test_a_note_of_a_share_is_no_setting(plan: str) -> None:
     assert (told["kind"], told["findings"]) == (None, [])
 
 
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [("key", "{factor: float, x: float64, 2 dims}, int64, 1 dims) and ({x:"), ("type", "int, x"), ("flag", "True, x")],
+)
+def test_another_key_flag_or_type_in_one_share_is_told_once(act: str, words: str) -> None:
+    found = _same(jobs.other_forms, "dp=2", act)["findings"]
+    assert [words in text for text in found] == [True]
+
+
+@pytest.mark.parametrize("act", ["number", "empty"])
+def test_shares_of_one_form_and_empty_ones_are_no_difference(act: str) -> None:
+    assert _same(jobs.other_forms, "dp=2", act)["findings"] == []
+
+
 @pytest.mark.parametrize("act", ["rate", "mode", "weight_decay"])
 def test_own_loops_compare_settings_that_are_set_before_a_forward(act: str) -> None:
     told = _same(jobs.own_loop, "dp=2", act)
@@ -109,3 +124,41 @@ def test_ranks_of_a_batch_may_have_losses_and_weights_of_their_own() -> None:
     for act in ("loss", "weight", "nothing"):
         assert _same(jobs.own_loop, "dp=2", act, jobs.Noting)["kind"] is None
     assert _same(jobs.own_loop, "tp=2", "nothing", jobs.Noting)["kind"] is None
+
+
+INSIDES = {
+    "object": "attribute 'scale' of attribute 'options' of the model itself was changed between steps: it is 1.0 on rank 0",
+    "list": "attribute 'rates' of attribute 'options' of the model itself",
+    "dict": "entry 'scale' of attribute 'table' of the model itself",
+    "namespace": "attribute 'scale' of attribute 'space' of the model itself",
+    "replaced": "attribute 'options' of the model itself",
+    "class": "variable Reading.gain was changed between steps: it is 1.0 on rank 0 and 3.0 on rank 1",
+    "global": "variable FACTOR",
+    "entry of a global": "entry 'factor' of variable TABLE",
+    "deep entry": "entry 'factor' of entry 'deep' of variable TABLE",
+    "loss": "attribute 'weight' of the loss function",
+    "closure": "entry 'weight' of variable kept",
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "act"),
+    [("dp=2", act) for act in INSIDES]
+    + [(plan, act) for plan in ("dp=2,zero=3,whole_below=0", "pp=2") for act in ("deep entry", "object", "loss")],
+)
+def test_what_one_rank_alone_changes_inside_of_objects_and_variables_is_told_once(plan: str, act: str) -> None:
+    told = _same(inside_jobs.train, plan, act)
+    assert told["kind"] is None
+    assert [INSIDES[act] in finding for finding in told["findings"]] == [True]
+
+
+@pytest.mark.parametrize("act", [*INSIDES, "same", "nothing"])
+def test_what_every_rank_changes_inside_is_no_difference(act: str) -> None:
+    told = _same(inside_jobs.train, "dp=2", act, True)
+    assert (told["kind"], told["findings"]) == (None, [])
+    if act == "same":
+        assert _same(inside_jobs.train, "dp=2", act)["findings"] == []
+
+
+def test_a_log_in_what_code_reads_is_told_a_few_times_alone() -> None:
+    assert testing.run_ranks(inside_jobs.growing, 2, 40) == [20, 20]

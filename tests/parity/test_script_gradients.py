@@ -56,11 +56,23 @@ def test_a_backward_inside_of_the_loss_is_refused_where_the_batch_is_cut() -> No
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1KiB", "dp=2,zero=3,whole_below=1"]
+    "plan", ["dp=2", "tp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1KiB", "dp=2,zero=3,whole_below=1"]
 )
 def test_momentum_moves_a_frozen_layer_whose_gradients_are_zeros(plan: str) -> None:
-    for found in testing.run_ranks(jobs.frozen_under, 2, plan):
-        testing.assert_parity(found, jobs.frozen_plain(), FLOAT64)
+    for by_model in (False, True):
+        for found in testing.run_ranks(jobs.frozen_under, 2, plan, by_model):
+            testing.assert_parity(found, jobs.frozen_plain(), FLOAT64)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=1", "tp=2"])
+@pytest.mark.parametrize("who", ["in place", "by the model"])
+def test_gradients_that_one_rank_alone_zeroes_before_another_backward_are_refused(plan: str, who: str) -> None:
+    what = f"zeroed {who}, then another backward"
+    for outcome in testing.run_outcomes(functools.partial(jobs.done_by_one_rank, by_all=False), 2, plan, what):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "gradient" in str(outcome.error)
+    first, second = testing.run_ranks(functools.partial(jobs.done_by_one_rank, by_all=True), 2, plan, what)
+    assert first == second
 
 
 WRITTEN = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1"]

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.apply.norm import values_of
 from meshwright.describe.batches import count_samples, split_samples
-from meshwright.errors import ApplyError, ConfigError, MissingDependencyError
+from meshwright.errors import ApplyError, ConfigError, MissingDependencyError, StorageError
 from meshwright.integrations import share_streams
 from meshwright.integrations.planned import speak_as
 from meshwright.integrations.refusals import refuse_model, refuse_plan
@@ -235,6 +235,29 @@ class PlanStrategy(SingleDeviceStrategy):
 
     # -- files ------------------------------------------------------------------------------------------------------------
 
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save a file by rank 0; every rank calls it.
+
+        Raises:
+            StorageError: On every rank, so that a script which goes on does so on all: rank 0 could not write the file.
+        """
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        failure: OSError | RuntimeError | None = None
+        try:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(converted, path, storage_options=storage_options)
+        except (OSError, RuntimeError) as error:  # torch's writer of files raises the latter
+            failure = error
+        told = f"{type(failure).__name__}: {failure}" if failure is not None else None
+        told = self.broadcast(told)
+        if told is not None:
+            raise StorageError(
+                f"fabric.save could not write {path}: {told}",
+                fix="make room, or save into a folder that can be written",
+            ) from failure
+
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole model's state dict, on every rank; of a module without a plan its own."""
         model = self.parallel_of(module)
@@ -290,8 +313,7 @@ class _Forward(nn.Module):
         return super().train(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        del set_to_none
-        self._held[0].zero_grad()
+        self._held[0].zero_grad(set_to_none)
 
 
 class _Shares:

@@ -45,9 +45,9 @@ class PlannedModule:
         """Set evaluation mode; return this object."""
         return self.train(mode=False)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - nn.Module's signature
-        """Drop all gradients."""
-        self.parallel.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set them to zero."""
+        self.parallel.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["parallel"].module, name)

@@ -305,13 +305,9 @@ class OwnLoop:
     def _gradients(self) -> list[torch.Tensor]:
         return [values_of(holder.grad) for holder in self.engine.gradient_holders() if holder.grad is not None]
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        if not self.engine.is_prepared:
-            return  # there are none
-        for holder in self.engine.gradient_holders():
-            holder.grad = None
-        self.engine.drop_gradients()
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set them to zero."""
+        self._gradients_left.zero(set_to_none=set_to_none)
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
 

@@ -289,10 +289,11 @@ class ParallelModel(Uncopied):
         with self.engine.switch.plain(), self.told("gradients"):
             return self._own_loop.clip_grad_norm(max_norm)
 
-    def zero_grad(self) -> None:
-        """Drop all gradients of an own loop."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of an own loop, or set them to zero, as in torch."""
         with self.engine.switch.plain():
-            self._own_loop.zero_grad()
+            if self.engine.is_prepared:  # else there are none
+                self._own_loop.zero_grad(set_to_none=set_to_none)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the plain model's state dict: its own FQNs, full CPU tensors, copies; on every rank."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.apply.engine import Engine
+from meshwright.apply.norm import values_of
 from meshwright.apply.shards.classes import known_facts
 from meshwright.errors import ApplyError
 from meshwright.run.agreement import Saying
-from meshwright.run.gradient_scales import PieceNorms, differ, tolerance_of
+from meshwright.run.gradient_scales import NO_FACTOR, PieceNorms, differ, tolerance_of
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.digest import digest_of, digest_text
 from meshwright.spec import Plan
@@ -52,6 +53,8 @@ class WrittenGradients:
         """FQNs of gradients that were written before a later backward added to them."""
         self._norms: PieceNorms | None = None
         self._factor_before = 1.0
+        self._num_zeroed = 0
+        """How often the script has set pieces to zero before a later backward added to them [count]."""
 
     def leave(self) -> None:
         """Take note of the gradients as they are now: they are the whole batch's."""
@@ -62,6 +65,21 @@ class WrittenGradients:
         self._left = {id(holder): (holder.grad, holder.grad._version) for holder in holders if holder.grad is not None}
         self._norms = PieceNorms(self._pieces())
 
+    def zero(self, *, set_to_none: bool) -> None:
+        """Drop all gradients; or set them to zero, so that the optimizer steps parameters that get none, as in torch."""
+        holders = self._engine.gradient_holders()
+        if set_to_none:
+            for holder in holders:
+                holder.grad = None
+            self._engine.drop_gradients()
+            return
+        self._engine.drop_cleared_gradients()
+        self.note("zero_grad(set_to_none=False)")
+        for holder in holders:
+            if holder.grad is not None:
+                values_of(holder.grad).zero_()
+        self.leave()  # whatever the script has written is gone
+
     def keep(self) -> None:
         """Remember what the script has written so far: a backward is about to add to it."""
         # A rank that holds no gradient, of a model with fewer entries than ranks, takes it that nobody has zeroed.
@@ -69,17 +87,20 @@ class WrittenGradients:
         self._done += self._dropped() if has_earlier else self._cleared()
         self.note("backward on earlier gradients" if has_earlier else "backward")
         self._done = self._shortened()
-        if self._circle is None or self._circle.is_alone:
+        if self._everyone.is_alone:
             return
         self._written_before |= {name for name, _ in self._written()}
+        if self._circle is None or self._circle.is_alone:
+            return
         factor = self._factor()
+        self._num_zeroed += factor == 0
         self._factor_before = self._factor_before * factor if factor else 1.0  # zeroed: what was before is gone
 
     def forget(self) -> None:
         """Forget what was written before: the optimizer has used it."""
         self._written_before.clear()
         self._done.clear()
-        self._factor_before = 1.0
+        self._factor_before, self._num_zeroed = 1.0, 0
         self._norms = None
 
     def note(self, done: str) -> None:
@@ -128,6 +149,8 @@ class WrittenGradients:
     def _factor(self) -> float:
         """Return by what the script has multiplied all pieces since they were left; 1 where it has written none."""
         pieces = self._pieces()
+        if self._norms is not None and not pieces:
+            return NO_FACTOR  # a rank without a piece knows nothing of what the script did to those of others
         return 1.0 if self._norms is None or self._norms.are_of(pieces) else self._norms.factor_to(pieces)
 
     def _written(self) -> list[tuple[str, torch.Tensor]]:
@@ -167,7 +190,7 @@ class WrittenGradients:
             digest = digest_of([grad.coalesce().values() if grad.is_sparse else grad for _, grad in written])
             digest += digest_text(",".join(name for name, _ in written))
         factor = self._factor_before * self._factor()
-        scale = 0 if math.isnan(factor) else round(factor * 2**20) + 1
+        scale = 0 if math.isnan(factor) else round(factor * 2**20) + 1 + self._num_zeroed * 2**50
         return [Saying(TOPIC, circle, digest & 2**63 - 1), Saying(SCALE, circle, scale & 2**63 - 1), *said]
 
     def explain(self, topics: Sequence[str]) -> None:
@@ -223,10 +246,21 @@ class WrittenGradients:
     def _explain_scale(self) -> None:
         """Raise where ranks have multiplied their pieces by different numbers; nothing where roundings differ."""
         engine = self._engine
-        mine = [repr(self._factor_before * self._factor()), tolerance_of(self._pieces())]
+        mine = [repr(self._factor_before * self._factor()), tolerance_of(self._pieces()), self._num_zeroed]
         told = engine.everyone.all_gather_json(mine, device=engine.device)
-        factors = [float(factor) for factor, _ in told]
-        if not differ(factors, max(tolerance for _, tolerance in told)):
+        factors = [float(factor) for factor, _, _ in told]
+        zeroed = {
+            r: row[2]
+            for r, row, factor in zip(engine.everyone.ranks, told, factors, strict=True)
+            if not math.isnan(factor)
+        }
+        if len(set(zeroed.values())) > 1:
+            raise ApplyError(
+                f"the script has set gradients to zero before a later model.backward() on some ranks of the plan '{self._plan}' "
+                f"alone (how often, by rank: {zeroed}; rule: each rank has a piece of one gradient)",
+                fix="zero gradients on every rank alike: model.zero_grad()",
+            )
+        if not differ(factors, max(tolerance for _, tolerance, _ in told)):
             return
         shown = ", ".join("?" if math.isnan(factor) else f"{factor:.6g}" for factor in factors)
         raise ApplyError(

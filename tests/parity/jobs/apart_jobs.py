@@ -120,6 +120,29 @@ def train(plan: str, act: str, kind: type[Net] = Net, everywhere: bool = False) 
         return _told(run) | {"findings": findings}
 
 
+def other_forms(plan: str, act: str) -> dict[str, Any]:
+    """Train while one rank's share has another key, flag or type from a step on, or no sample at all."""
+    findings: list[str] = []
+    with mw.apply_plan(build, plan, loss_fn=_loss, optimizer=ADAM, seed=3) as model:
+        for step in range(STEPS):
+            inputs, targets = batch(step)
+            if act == "empty":
+                inputs, targets = {**inputs, "x": inputs["x"][:1]}, targets[:1]
+            share = mw.split_batch((inputs, targets), model)
+            if step >= FAULTY_STEP and mw.current_world().rank == FAULTY and act != "empty":
+                share = FORMS[act](*share)
+            findings.extend(model.step(share).findings)
+    return {"kind": None, "text": "", "findings": findings}
+
+
+FORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "key": lambda inputs, targets: ({"x": inputs["x"]}, targets),
+    "type": lambda inputs, targets: ({**inputs, "factor": 1}, targets),
+    "flag": lambda inputs, targets: ({**inputs, "factor": True}, targets),
+    "number": lambda inputs, targets: ({**inputs, "factor": 1.0}, targets),
+}
+
+
 def own_loop(plan: str, act: str, kind: type[Net] = Net) -> dict[str, Any]:
     """Train by a loop of the script's own; one rank does something to its loss, its gradient or its batch."""
 

@@ -84,12 +84,12 @@ def plain_steps(loss: str, hooks: str) -> dict[str, Any]:
     return {"losses": losses, "state": model.full_state_dict()}
 
 
-def frozen_with_zeros(model: Any, share: Any) -> dict[str, Tensor]:
+def frozen_with_zeros(model: Any, share: Any, zero_grad: Any) -> dict[str, Tensor]:
     """Freeze a layer midway, and zero gradients in place: momentum still moves it."""
     for step in range(STEPS):
         if step == STEPS // 2:
             model.module.up.requires_grad_(False)
-        model.optimizer.zero_grad(set_to_none=False)
+        zero_grad(set_to_none=False)
         x, y = share(batch(step))
         model.backward(F.mse_loss(model(x), y), weight=len(x))
         model.optimizer.step()
@@ -97,12 +97,15 @@ def frozen_with_zeros(model: Any, share: Any) -> dict[str, Tensor]:
 
 
 def frozen_plain() -> dict[str, Tensor]:
-    return frozen_with_zeros(Plain(build), lambda given: given)
+    model = Plain(build)
+    return frozen_with_zeros(model, lambda given: given, model.optimizer.zero_grad)
 
 
-def frozen_under(plan: str) -> dict[str, Tensor]:
+def frozen_under(plan: str, by_model: bool) -> dict[str, Tensor]:
     with mw.apply_plan(build, plan, optimizer=Sgd) as model:
-        return frozen_with_zeros(model, lambda given: mw.split_batch(given, model))
+        assert model.optimizer is not None
+        zero_grad = model.zero_grad if by_model else model.optimizer.zero_grad
+        return frozen_with_zeros(model, lambda given: mw.split_batch(given, model), zero_grad)
 
 
 def written(model: Any, share: Any, change: str, times: int) -> dict[str, Tensor]:
@@ -171,7 +174,9 @@ def done_by_one_rank(plan: str, what: str, *, by_all: bool) -> list[float]:
                 del next(model.module.parameters()).grad
             if does and what == "one set to None, then another backward":
                 next(model.module.parameters()).grad = None
-            if what == "one set to None, then another backward":
+            if does and what in ZEROES:
+                ZEROES[what](model)(set_to_none=False)
+            if "then another backward" in what:
                 model.backward(F.mse_loss(model(given[0]), given[1]), weight=weight)
             model.optimizer.step()
             if not (does and what == "not zeroed"):
@@ -197,4 +202,9 @@ LOSSES_OF_OTHER_KINDS: dict[str, Any] = {
     "a list as weight": lambda loss, weight: (loss, [weight]),
     "a text as weight": lambda loss, weight: (loss, str(weight)),
     "two weights": lambda loss, weight: (mw.Loss(loss * weight, weight), weight),
+}
+
+ZEROES: dict[str, Any] = {
+    "zeroed in place, then another backward": lambda model: model.optimizer.zero_grad,
+    "zeroed by the model, then another backward": lambda model: model.zero_grad,
 }

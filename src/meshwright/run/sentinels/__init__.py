@@ -11,9 +11,11 @@ code_digest    digests of functions and classes
 shared_batches batches that ranks share out, the same on all
 batch_check    different batches on ranks that share layers, equal ones on ranks that do not
 common_draws   generators that ranks have in common
+batch_forms    keys, flags and types of the shares' batches
 copies_check   copies compared bit by bit
 copies_in_turn a part of the copies, in each step
 between        what a script sets on modules between steps, on some ranks alone
+insides        what containers, objects and variables hold, likewise
 outcome        loss and norm of a step
 apart          parameters of which a script has given ranks other values
 imprint        sums that detect a changed entry

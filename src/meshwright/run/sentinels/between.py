@@ -1,7 +1,8 @@
 """Differences between ranks in what a script sets on modules between steps: a rate of dropout, an epsilon, a flag, a hook.
 
 Numbers of torch's own layers decide results, so ranks that differ are refused. Attributes of the user's own classes may be
-notes of a rank's share (the last loss), and hooks may only look on (a logger on rank 0), so these are told.
+notes of a rank's share (the last loss), and hooks may only look on (a logger on rank 0), so these are told; so is what
+containers and variables hold (`insides.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.shards.gradient_hooks import is_ours
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.run.sentinels.digest import digest_text
-from meshwright.run.sentinels.settings import Rows, raise_different, text_of
+from meshwright.run.sentinels.insides import InsidesWatch, told_text
+from meshwright.run.sentinels.settings import Rows, raise_different
 
 __all__: list[str] = []
 
@@ -40,10 +42,13 @@ class SettingsWatch:
 
     Args:
         engine: The strategy.
+        loss_fn: The loss, or None.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, loss_fn: Callable[..., Any] | None = None) -> None:
         self._engine = engine
+        self._loss_fn = loss_fn
+        self._insides: InsidesWatch | None = None
         self._names: list[str] = []
         self._owners: list[dict[str, Any]] = []
         self._kinds: list[type] = []
@@ -62,12 +67,17 @@ class SettingsWatch:
         self._set: dict[str, Slot] = {}
         self._changed: dict[str, Slot] = {}
         """What the last digest was of, by name."""
+        self._inside: dict[str, Callable[[], Any]] = {}
+        """The same of what containers and variables hold."""
 
     def note(self) -> None:
         """Take what modules hold now as known: a step or an evaluation has run their code."""
         if not self._owners:
             self._find()
         self._values, self._is_noted = self._read(), True
+        if self._insides is None:
+            self._insides = InsidesWatch(self._engine.module, self._loss_fn)
+        self._insides.note(self._slots, self._values, self._name)
 
     def _find(self) -> None:
         modules = list(self._engine.module.named_modules())
@@ -111,6 +121,8 @@ class SettingsWatch:
         """Remember what was set since `note`; called before modules run again."""
         if not self._is_noted:
             return
+        if self._insides is not None:
+            self._insides.look()
         slots, before = self._slots, self._values
         self._values = values = self._read()
         if len(values) != len(before) or not all(map(operator.is_, values, before)):
@@ -127,6 +139,10 @@ class SettingsWatch:
         hooks, self._hooks = self._hooks, self._num_hooks()
         has_new_hooks = hooks != self._hooks and self._has_other_hooks()
         rows = [(name, text) for name, slot in self._changed.items() if (text := self._text(slot)) is not None]
+        self._inside = {} if self._insides is None else self._insides.take()
+        if self._inside:  # in an order that does not depend on hashes of names
+            now = ((name, told_text(value())) for name, value in self._inside.items() if name not in self._passed_over)
+            rows += sorted((name, text) for name, text in now if text is not None)
         if not rows and not has_new_hooks:
             return 0
         return digest_text(repr((rows, self._of_user if has_new_hooks else None)))
@@ -138,7 +154,7 @@ class SettingsWatch:
 
     def _text(self, slot: Slot) -> str | None:
         value = self._owners[slot[0]].get(slot[1], _ABSENT)
-        return "not there" if value is _ABSENT else text_of(value)
+        return "not there" if value is _ABSENT else told_text(value)
 
     def _is_option(self, slot: Slot) -> bool:
         """Tell whether an attribute is one by which a layer of torch's computes, and no note that a script keeps there."""
@@ -172,6 +188,7 @@ class SettingsWatch:
         """
         everyone, device = self._engine.everyone, self._engine.device
         mine = [[name, self._is_option(slot)] for name, slot in self._changed.items()]
+        mine += [[name, False] for name in sorted(self._inside) if name not in self._passed_over]
         told: Sequence[Any] = everyone.all_gather_json([mine, self._user_hooks(with_none=True)], device=device)
         kinds = {name: is_torchs for changed, _ in told for name, is_torchs in changed}
         refused = [name for name, is_torchs in kinds.items() if is_torchs]
@@ -190,6 +207,8 @@ class SettingsWatch:
                     f"{ranks[1]}. Where results depend on it, give every rank the same"
                 )
                 self._passed_over.add(name)
+                if self._insides is not None:
+                    self._insides.tell()
         # Where each rank of a pipeline has its own parameters, their hooks are there as well.
         common = [name for name in told[0][1] if all(name in hooks for _, hooks in told)]
         if any(hooks[name] != told[0][1][name] for name in common for _, hooks in told):
@@ -207,7 +226,13 @@ class SettingsWatch:
 
     def _rows(self, names: Sequence[str]) -> Rows:
         slots = {self._name(slot): slot for slot in self._slots}
-        return [(name, (self._text(slots[name]) or "...") if name in slots else "not there") for name in names]
+
+        def text(name: str) -> str:
+            if name in slots:
+                return self._text(slots[name]) or "..."
+            return "not there" if self._insides is None else self._insides.text(name)
+
+        return [(name, text(name)) for name in names]
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings
 from meshwright.run.sentinels.apart import ApartWatch, refuse_written_apart
 from meshwright.run.sentinels.batch_check import raise_different_batches, warn_of_equal_shares
+from meshwright.run.sentinels.batch_forms import FormWatch
 from meshwright.run.sentinels.between import SettingsWatch
 from meshwright.run.sentinels.circles import Circle
 from meshwright.run.sentinels.common_draws import CommonDraws
@@ -60,6 +61,7 @@ class Sentinels:
         every: Steps between two sentinels; at 0 only the generators of ranks that share layers are compared [count].
         on_finding: "stop" raises CorruptionError, "warn" logs a line for each finding and goes on.
         rows: Returns the settings that may change between steps.
+        loss_fn: The loss, or None.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Sentinels:
         every: int,
         on_finding: Literal["stop", "warn"],
         rows: Callable[[], settings.Rows],
+        loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
@@ -87,7 +90,8 @@ class Sentinels:
         self._everyone = Circle.over(mesh, rank, "pp", "dp", "cp", "tp")
         self._mesh = mesh
         self._watch = StateWatch(engine, optimizer)
-        self._settings = SettingsWatch(engine)
+        self._settings = SettingsWatch(engine, loss_fn)
+        self._forms = FormWatch()
         self._options = settings.OptionsDigest(optimizer)
         self._in_turn = CopiesInTurn(engine, self._copying, self._drawing)
         self._apart = ApartWatch(engine)
@@ -159,6 +163,7 @@ class Sentinels:
         if not self._sharing.is_alone:
             found.append(Saying("batch", self._sharing, digest_batch(batch, whole=self.is_due)))
         if not self._copying.is_alone:
+            found.append(Saying("forms", self._everyone, self._forms.digest(batch) & 2**63 - 1))
             found.append(Saying("shared batches", self._everyone, self.shared_batches.digest()))
         written = self._watch.written()
         if not self._holding.is_alone:
@@ -207,6 +212,8 @@ class Sentinels:
             self._report(self._watch.compare(engine.everyone, self._mesh))
         elif "values" in topics:
             refuse_written_apart(engine, self._mesh, self._watch.written_parameters())
+        if "forms" in topics:
+            self._found += self._forms.explain(engine.everyone, engine.device)
         if "settings" in topics:
             self._found += self._settings.explain()
         if self._in_turn.is_topic(topics):
@@ -381,6 +388,7 @@ def make_sentinels(
         every=options["sentinel_every"],
         on_finding=options["on_finding"],
         rows=rows,
+        loss_fn=loss_fn,
     )
 
 
