@@ -81,6 +81,15 @@ def test_several_models_of_one_fabric_are_one_process(plan: str, tmp_path: Path)
         testing.assert_parity(found["state"], wanted["state"], FLOAT64)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_save_that_rank_0_cannot_write_is_an_error_on_every_rank(plan: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, other = testing.run_ranks(jobs.saved_in_vain, 2, plan, str(tmp_path))
+    assert first["error"].startswith("StorageError: fabric.save could not write")
+    assert first["error"] == other["error"]
+    testing.assert_parity(first["state"], other["state"], FLOAT64)
+
+
 def test_pipelines_are_refused() -> None:
     from meshwright.integrations.fabric import PlanStrategy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -150,6 +151,24 @@ def test_what_one_rank_alone_changes_inside_of_objects_and_variables_is_told_onc
     told = _same(inside_jobs.train, plan, act)
     assert told["kind"] is None
     assert [INSIDES[act] in finding for finding in told["findings"]] == [True]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=0", "tp=2", "pp=2"])
+def test_what_one_rank_alone_changes_before_the_first_step_is_refused_or_told(plan: str) -> None:
+    refused = _same(functools.partial(jobs.train, faulty_step=0), plan, "epsilon")
+    assert refused["kind"] == "ApplyError"
+    assert "attribute 'eps' of module 'blocks.1.norm'" in refused["text"]
+    told = _same(functools.partial(jobs.train, faulty_step=0), plan, "nothing")
+    assert (told["kind"], told["findings"]) == (None, [])
+    if plan != "tp=2":  # there the loss of the first step is another one on each rank
+        told = _same(functools.partial(inside_jobs.train, faulty_step=0), plan, "dict")
+        assert [INSIDES["dict"] in finding for finding in told["findings"]] == [True]
+
+
+@pytest.mark.parametrize("act", ["dict", "global"])
+def test_own_loops_compare_what_is_changed_inside(act: str) -> None:
+    told = _same(functools.partial(inside_jobs.train, own_loop=True), "dp=2", act)
+    assert told["kind"] is None
 
 
 @pytest.mark.parametrize("act", [*INSIDES, "same", "nothing"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 from tests.parity.jobs import script_gradient_jobs as jobs
@@ -147,3 +148,9 @@ def test_a_loss_or_a_weight_that_is_no_real_number_is_refused(what: str) -> None
     for outcome in testing.run_outcomes(functools.partial(jobs.done_by_one_rank, by_all=True), 2, "dp=2", what):
         assert isinstance(outcome.error, mw.ApplyError)
         assert outcome.error.fix
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2"])
+def test_a_save_inside_of_an_accumulation_is_told(plan: str, tmp_path: Path) -> None:
+    first, other = testing.run_ranks(jobs.saved_in_a_window, 2, plan, str(tmp_path))
+    assert (first, other) == ([1, 2, 2, 2], [0] * 4)

@@ -195,6 +195,7 @@ def apply_plan(
     axes |= {"zero": plan.zero} if plan.zero and plan.dp > 1 else {}
     if axes and plan.mode == "ranks" and isinstance(built, torch.optim.Optimizer):
         engine.switch.optimizer = OptimizerState(built, module, engine.switch.moment, axes, world.rank)
+    sentinels.end_draws()  # what a script sets from here on is compared
     leave_to_interpreter("meshwright")
     guard = StateGuard(engine, str(plan)) if plan.num_ranks > 1 else None
     return ParallelModel(plan, world, engine, stepper, recompute, state_guard=guard, pages=pages, seed=seed)

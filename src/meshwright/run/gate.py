@@ -53,6 +53,10 @@ class StepsByHand(Protocol):
         """Note a call that clips the gradient on each rank by itself."""
         ...
 
+    def has_pending(self) -> bool:
+        """Whether there are gradients that the optimizer has not used."""
+        ...
+
 
 class OptimizerGate:
     """Allows an optimizer to step only inside `Stepper.step`, or on gradients of `model.backward`, once it is shut.

@@ -302,6 +302,10 @@ class OwnLoop:
         """Note a call that clips the gradient; ranks compare theirs in the optimizer's step."""
         self._gradients_left.note(call)
 
+    def has_pending(self) -> bool:
+        """Whether there are gradients that the optimizer has not used."""
+        return self._gradients_left.are_pending()
+
     def _gradients(self) -> list[torch.Tensor]:
         return [values_of(holder.grad) for holder in self.engine.gradient_holders() if holder.grad is not None]
 

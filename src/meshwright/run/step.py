@@ -215,9 +215,9 @@ class Stepper:
 
     def refuse_early_change(self) -> None:
         """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
-        broken = self._guard.find_change()
-        told = self.engine.everyone.all_gather_json(told_of(broken), device=self.engine.device)
-        raise_first(told, broken, self.engine.everyone.ranks)
+        broken, everyone = self._guard.find_change(), self.engine.everyone
+        raise_first(everyone.all_gather_json(told_of(broken), device=self.engine.device), broken, everyone.ranks)
+        self.sentinels.compare_early()
 
     def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:
         is_prepared, is_first, self._has_looked = self.engine.is_prepared, not self._has_looked, True

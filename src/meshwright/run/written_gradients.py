@@ -23,6 +23,8 @@ TOPIC = "gradient"
 SCALE = "gradient scale"
 NAMES = "names of gradients"
 DONE = "done to gradients"
+_EARLIER = "earlier calls"
+_ZEROED = "zero_grad(set_to_none=False)"
 _MOST_DONE = 16
 """Calls before a step that are kept in words [count]."""
 
@@ -74,7 +76,7 @@ class WrittenGradients:
             self._engine.drop_gradients()
             return
         self._engine.drop_cleared_gradients()
-        self.note("zero_grad(set_to_none=False)")
+        self.note(_ZEROED)
         for holder in holders:
             if holder.grad is not None:
                 values_of(holder.grad).zero_()
@@ -103,6 +105,12 @@ class WrittenGradients:
         self._factor_before, self._num_zeroed = 1.0, 0
         self._norms = None
 
+    def are_pending(self) -> bool:
+        """Whether a backward has come since the optimizer's last step, and its gradients are there."""
+        zeroed = [place for place, done in enumerate(self._done) if done == _ZEROED]
+        done = self._done[zeroed[-1] + 1 :] if zeroed else self._done
+        return any(word in entry for entry in done for word in ("backward", _EARLIER)) and self._num_there() > 0
+
     def note(self, done: str) -> None:
         """Note in words what this rank does to the gradients by itself; ranks must do the same before a step."""
         self._done.append(done)
@@ -111,7 +119,7 @@ class WrittenGradients:
         """Return what was done, with a window of many backwards as one entry: its text stays short."""
         if len(self._done) < _MOST_DONE:
             return self._done
-        return [f"earlier calls (digest {digest_text(', '.join(self._done)):x})"]
+        return [f"{_EARLIER} (digest {digest_text(', '.join(self._done)):x})"]
 
     def _num_there(self) -> int:
         return sum(holder.grad is not None for holder in self._engine.gradient_holders())

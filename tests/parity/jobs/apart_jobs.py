@@ -100,7 +100,9 @@ def _told(run: Callable[[], list[float]]) -> dict[str, Any]:
         return {"kind": type(error).__name__, "text": str(error)}
 
 
-def train(plan: str, act: str, kind: type[Net] = Net, everywhere: bool = False) -> dict[str, Any]:
+def train(
+    plan: str, act: str, kind: type[Net] = Net, everywhere: bool = False, faulty_step: int = FAULTY_STEP
+) -> dict[str, Any]:
     """Train by `model.step`; one rank does something before a step. Findings of all steps are returned, too."""
     findings: list[str] = []
 
@@ -108,7 +110,7 @@ def train(plan: str, act: str, kind: type[Net] = Net, everywhere: bool = False) 
         losses = []
         with mw.apply_plan(functools.partial(build, kind), plan, loss_fn=_loss, optimizer=ADAM, seed=3) as model:
             for step in range(STEPS):
-                if step == FAULTY_STEP and (everywhere or mw.current_world().rank == FAULTY):
+                if step == faulty_step and (everywhere or mw.current_world().rank == FAULTY):
                     ACTS[act](model)
                 result = model.step(mw.split_batch(batch(step), model))
                 model.evaluate(mw.split_batch(batch(step + 50), model))

@@ -177,3 +177,25 @@ def adversarial(plan: str | None, path: str) -> Found:
     fabric.load(f"{path}/before", {"model": maker[0]})
     whole = modules[0].state_dict() if plan is None else fabric.strategy.parallel.full_state_dict()
     return {"norms": norms, "state": found | {f"loaded.{name}": value.clone() for name, value in whole.items()}}
+
+
+def saved_in_vain(plan: str, folder: str) -> Found:
+    """Save where a file stands in place of a folder, then train on; return the error and a loss."""
+    from lightning_fabric import Fabric
+
+    from meshwright.integrations.fabric import PlanStrategy
+
+    warnings.simplefilter("ignore")
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=PlanStrategy(plan))
+    module = build()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    found: Found = {}
+    try:
+        fabric.save(folder + "/file/model.ckpt", {"model": model})
+    except mw.MeshwrightError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    x, y = mw.split_batch(rows().tensors, fabric.strategy.parallel)
+    loss = (model(x) - y).square().mean()
+    fabric.backward(loss, weight=float(len(x)))
+    optimizer.step()
+    return found | {"state": fabric.strategy.parallel.full_state_dict()}

@@ -81,7 +81,9 @@ ACTS: Acts = {
 }
 
 
-def train(plan: str, act: str, everywhere: bool = False, own_loop: bool = False) -> dict[str, Any]:
+def train(
+    plan: str, act: str, everywhere: bool = False, own_loop: bool = False, faulty_step: int = FAULTY_STEP
+) -> dict[str, Any]:
     """Train; one rank does something before a step and before an evaluation. Findings of all steps and warnings are returned."""
     findings: list[str] = []
     kept = {"weight": 1.0}
@@ -89,7 +91,7 @@ def train(plan: str, act: str, everywhere: bool = False, own_loop: bool = False)
     try:
         with mw.apply_plan(Reading, plan, loss_fn=loss_fn, optimizer=ADAM, seed=3) as model:
             for step in range(STEPS):
-                if step == FAULTY_STEP and (everywhere or mw.current_world().rank == FAULTY):
+                if step == faulty_step and (everywhere or mw.current_world().rank == FAULTY):
                     ACTS[act](model.module, loss_fn, kept)
                 given = mw.split_batch(_float(batch(step)), model)
                 if own_loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -182,6 +183,27 @@ def done_by_one_rank(plan: str, what: str, *, by_all: bool) -> list[float]:
             if not (does and what == "not zeroed"):
                 model.zero_grad()
         return losses
+
+
+def saved_in_a_window(plan: str, folder: str) -> list[int]:
+    """Save after each of two backwards, and after the optimizer's step; return how many warnings there were by then."""
+    told: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("meshwright")
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    found: list[int] = []
+    with mw.apply_plan(build, plan, optimizer=Sgd) as model:
+        assert model.optimizer is not None
+        for step, act in enumerate(("backward", "backward", "step", "nothing")):
+            inputs, targets = mw.split_batch(batch(step), model)
+            if act == "backward":
+                model.backward(F.mse_loss(model(inputs), targets), weight=len(inputs))
+            if act == "step":
+                model.optimizer.step()
+            mw.save_checkpoint(model, folder, step=step)
+            found.append(sum("begins this accumulation anew" in text for text in told))
+    logger.removeHandler(handler)
+    return found
 
 
 def scaled_by_torch(plan: str) -> float:

@@ -124,12 +124,18 @@ def save(
     require_between_steps(model.engine.switch, "save_checkpoint")
     if model.stepper.is_waiting:
         raise CheckpointError(
-            "a checkpoint was loaded into this model, and the optimizer's part of it waits for the first batch: a save now would "
-            "be without it",
+            f"the plan '{model.plan}' cuts the model at its first batch, and what was built or loaded waits for the first batch: "
+            "a save now would not have all of it",
             fix="save after the first step, or pass example_batch= to apply_plan",
         )
     with model.told("save"), model.engine.switch.plain():
         optimizer = model.optimizer if with_optimizer else None
+        own = model.stepper.gate.own
+        if own is not None and own.has_pending() and model.engine.everyone.group_rank == 0:
+            retention.warn(
+                "gradients of model.backward() that the optimizer has not used yet are no part of a checkpoint: a run that goes "
+                "on from it begins this accumulation anew. Save after model.optimizer.step()"
+            )
         model.stepper.sentinels.refuse_apart()
         finish(model)
         saving = _Save(model, Store(Path(directory)), step, retention)

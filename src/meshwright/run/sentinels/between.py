@@ -63,7 +63,7 @@ class SettingsWatch:
         self._of_user: dict[str, int] | None = None
         self._passed_over: set[str] = set()
         """What was told, and is watched no more."""
-        self._is_noted = False
+        self._is_noted = self._is_of_prepared = False
         self._set: dict[str, Slot] = {}
         self._changed: dict[str, Slot] = {}
         """What the last digest was of, by name."""
@@ -72,12 +72,18 @@ class SettingsWatch:
 
     def note(self) -> None:
         """Take what modules hold now as known: a step or an evaluation has run their code."""
-        if not self._owners:
-            self._find()
+        self._find_if_new()
         self._values, self._is_noted = self._read(), True
         if self._insides is None:
             self._insides = InsidesWatch(self._engine.module, self._loss_fn)
         self._insides.note(self._slots, self._values, self._name)
+
+    def _find_if_new(self) -> None:
+        if self._owners and self._is_of_prepared == self._engine.is_prepared:
+            return
+        self._is_of_prepared = self._engine.is_prepared  # with its first batch a strategy may replace modules
+        self._is_noted, self._hooks, self._insides = False, [], None
+        self._find()
 
     def _find(self) -> None:
         modules = list(self._engine.module.named_modules())
@@ -113,8 +119,7 @@ class SettingsWatch:
 
     def modes(self) -> str:
         """Return the mode of each module as text, in their order."""
-        if not self._owners:
-            self._find()
+        self._find_if_new()
         return "".join(["1" if own.get("training") else "0" for own in self._owners])
 
     def look(self) -> None:
@@ -176,6 +181,20 @@ class SettingsWatch:
         for (name, parameter), key in itertools.product(self._parameters, _OF_PARAMETERS):
             found[f"{name} {key}"] = sum(not is_ours(hook) for hook in (getattr(parameter, key, None) or {}).values())
         return {name: count for name, count in found.items() if count or with_none}
+
+    def compare_early(self) -> list[str]:
+        """Compare what was set since the plan was applied, before the strategy looks at a first batch; every rank calls it.
+
+        Returns:
+            What is told, the same on every rank.
+
+        Raises:
+            ApplyError: On every rank, as of `explain`.
+        """
+        digest = self.digest()
+        self._is_noted, self._hooks = False, []  # trials come, and hooks of the plan, which are no script's
+        told = self._engine.everyone.all_gather_json(digest, device=self._engine.device)
+        return self.explain() if len(set(told)) > 1 else []
 
     def explain(self) -> list[str]:
         """Find what ranks have set otherwise; every rank calls it after digests have differed.

@@ -50,7 +50,7 @@ Roots = Sequence[tuple[str, Any]]
 """(what holds it, in words; the value)."""
 
 
-class _Held:
+class _Inside:
     """A dict, an object's attributes, or a sequence, with its name in words."""
 
     def __init__(self, label: str, inside: Any, word: str) -> None:
@@ -114,8 +114,8 @@ class InsidesWatch:
         if loss_fn is not None:
             self._outside.append(Outside(None, [loss_fn]))
         self._of_loss: Roots = [] if loss_fn is None else list(_roots_of_callable("the loss function", loss_fn))
-        self._tables: list[_Held] = []
-        self._rows: list[_Held] = []
+        self._tables: list[_Inside] = []
+        self._rows: list[_Inside] = []
         self._links: list[tuple[Any, Any, Any, str]] = []
         """(container, key or place, container inside of it, its name) of what was found."""
         self._unsteady: set[str] = set()
@@ -174,13 +174,13 @@ class InsidesWatch:
         self._seen[id(value)] = value
         self._room -= len(inside)
         if isinstance(inside, dict):
-            held = _Held(label, inside, "entry" if inside is value else "attribute")
+            held = _Inside(label, inside, "entry" if inside is value else "attribute")
             self._tables.append(held)
             for key, item in list(dict.items(inside)):
                 if _may_hold(item):
                     self._walk_into(inside, key, held.name(key), item, depth - 1)
             return
-        held = _Held(label, inside, "")
+        held = _Inside(label, inside, "")
         self._rows.append(held)
         if isinstance(inside, list):
             for place, item in enumerate(list(held.iterate(inside))):

@@ -27,6 +27,11 @@ def compare_outcome(engine: Engine, loss: float, norm: float, *, step: int) -> l
     return findings
 
 
+def digest_outcome(loss: float, norm: float) -> int:
+    """Return a digest of a step's loss and norm, by their bits."""
+    return int.from_bytes(bits_of(loss), "little") + 3 * int.from_bytes(bits_of(norm), "little")
+
+
 def roundings(engine: Engine) -> float:
     """Return a few roundings of the coarsest dtype of the parameters, relative; 0 where no ranks share layers.
 

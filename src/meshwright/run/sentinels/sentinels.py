@@ -42,7 +42,7 @@ from meshwright.run.sentinels.copies_check import compare_copies
 from meshwright.run.sentinels.copies_in_turn import CopiesInTurn
 from meshwright.run.sentinels.digest import digest_batch, digest_of, digest_rng, digest_text
 from meshwright.run.sentinels.name_orders import require_equal_in_order
-from meshwright.run.sentinels.outcome import bits_of, compare_outcome
+from meshwright.run.sentinels.outcome import compare_outcome, digest_outcome
 from meshwright.run.sentinels.shared_batches import SharedBatches
 from meshwright.run.sentinels.writes import StateWatch
 
@@ -97,15 +97,13 @@ class Sentinels:
         self._apart = ApartWatch(engine)
         self.shared_batches = SharedBatches()
         self.shared_batches.is_watching = self.is_watching and not self._copying.is_alone
-        self._step = -1
-        self._num_inspections = 0
+        self._step, self._num_inspections = -1, 0
         self._part: str | None = None
         self._outcome = (math.nan, math.nan)
         self._compares_outcome = True
-        self._batch: Any = None
-        self._found: list[str] = []
+        self._found, self._early = list[str](), list[str]()
         self._common = CommonDraws(engine, self._drawing, self._sharing)
-        self._autocast = ""
+        self._batch, self._autocast = None, ""
         # Reading their states takes longer than torch's, so only where the model's code can draw from them.
         self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
         self.recompute: Recompute | None = None
@@ -139,7 +137,7 @@ class Sentinels:
         """Begin a step."""
         self._step += 1
         self._part = None
-        self._found = []
+        self._found, self._early = self._early, []
 
     def sayings(self, batch: Any, autocast: torch.dtype | None = None) -> list[Saying]:
         """Return the values of a batch and of the rank that ranks must have alike; topics in one order on every rank.
@@ -177,9 +175,7 @@ class Sentinels:
         modes = self._settings.modes()
         common = digest_text(settings.learning_rates(self._optimizer) + self._autocast + modes) + self._options.value()
         if self._compares_outcome:
-            common += int.from_bytes(bits_of(self._outcome[0]), "little") + 3 * int.from_bytes(
-                bits_of(self._outcome[1]), "little"
-            )
+            common += digest_outcome(*self._outcome)
         found.append(Saying("common", self._everyone, common & 2**63 - 1))
         found.append(Saying("settings", self._everyone, self._settings.digest()))
         return [*found, *self._in_turn.sayings()]
@@ -286,6 +282,11 @@ class Sentinels:
         self._common.give_back()
         if self.is_watching:
             self._settings.note()
+
+    def compare_early(self) -> None:
+        """Compare what a script has set since the plan was applied; every rank calls it, before a first batch is looked at."""
+        if self.is_watching:
+            self._early += self._settings.compare_early()
 
     def begin_own_forward(self) -> None:
         """Remember what a script has set on modules, which a forward of its own may set, too."""
