@@ -26,11 +26,7 @@ __all__: list[str] = []
 ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 """Types of values that hold nothing."""
 _LEAVES = (nn.Module, Tensor, type)
-_BASES: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (
-    (list, list.__iter__),
-    (set, set.__iter__),
-    (collections.deque, collections.deque.__iter__),
-)
+_BASES: tuple[Any, ...] = (dict, list, set, collections.deque)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 _DEPTH = 3
 """Containers and objects inside of one another that are searched [count]."""
@@ -57,11 +53,11 @@ class _Inside:
         self.label = label
         self.inside = inside
         self.word = word
-        """"entry" or "attribute"; empty for a container without names."""
-        self.iterate: Callable[[Any], Iterator[Any]] = next(
-            (by for base, by in _BASES if isinstance(inside, base)), dict.__iter__
-        )
+        """What has a name there: "entry" or "attribute"."""
+        base = next(base for base in _BASES if isinstance(inside, base))
+        self.iterate: Callable[[Any], Iterator[Any]] = base.__iter__
         """The base's method: a class may give for an entry what it makes of it."""
+        self.size: Callable[[Any], int] = base.__len__
 
     def name(self, key: Any) -> str:
         return f"{self.word} {text_of(key) or '...'} of {self.label}"
@@ -169,18 +165,19 @@ class InsidesWatch:
                 self._walk(f"place {place} of {label}", item, depth - 1)
             return
         inside = self._inside_of(value)
-        if inside is None or len(inside) > min(_MAX_ENTRIES, self._room):
+        if inside is None:
+            return
+        held = _Inside(label, inside, "entry" if inside is value else "attribute")
+        if (size := held.size(inside)) > min(_MAX_ENTRIES, self._room):
             return
         self._seen[id(value)] = value
-        self._room -= len(inside)
+        self._room -= size
         if isinstance(inside, dict):
-            held = _Inside(label, inside, "entry" if inside is value else "attribute")
             self._tables.append(held)
             for key, item in list(dict.items(inside)):
                 if _may_hold(item):
                     self._walk_into(inside, key, held.name(key), item, depth - 1)
             return
-        held = _Inside(label, inside, "")
         self._rows.append(held)
         if isinstance(inside, list):
             for place, item in enumerate(list(held.iterate(inside))):
@@ -196,7 +193,7 @@ class InsidesWatch:
 
     def _inside_of(self, value: Any) -> Any:
         """Return a container, the attributes of an object of the user's, or None."""
-        if isinstance(value, (dict, *(base for base, _ in _BASES))):
+        if isinstance(value, _BASES):
             return value
         is_foreign = all(outside.home.is_foreign(type(value).__module__) for outside in self._outside)
         if not is_object(value) or (is_foreign and type(value) not in _RECORDS):
@@ -210,11 +207,11 @@ class InsidesWatch:
 
     def _read(self) -> list[list[Any]]:
         """Return sizes, keys and values of tables, and sizes and entries of the other containers."""
-        tables, rows = [held.inside for held in self._tables], [held.inside for held in self._rows]
-        sizes, lengths = list(map(len, tables)), list(map(len, rows))
+        tables = [held.inside for held in self._tables]
+        sizes, lengths = list(map(dict.__len__, tables)), [held.size(held.inside) for held in self._rows]
         if max(sizes, default=0) > _MAX_ENTRIES or max(lengths, default=0) > _MAX_ENTRIES:  # a log that grows
-            self._tables = [held for held in self._tables if len(held.inside) <= _MAX_ENTRIES]
-            self._rows = [held for held in self._rows if len(held.inside) <= _MAX_ENTRIES]
+            self._tables = [held for held in self._tables if held.size(held.inside) <= _MAX_ENTRIES]
+            self._rows = [held for held in self._rows if held.size(held.inside) <= _MAX_ENTRIES]
             return self._read()
         return [
             sizes,
@@ -291,9 +288,12 @@ def told_text(value: Any) -> str | None:
     """Return a value as text, also an object's of a user's class; None for a value without such a text."""
     if value is _ABSENT:
         return "not there"
-    text = text_of(value)
-    if text is None and is_object(value) and not isinstance(value, _LEAVES):
-        return f"{type(value).__qualname__} {text_of(getattr(value, '__dict__', None))}"
+    try:
+        text = text_of(value)
+        if text is None and is_object(value) and not isinstance(value, _LEAVES):
+            return f"{type(value).__qualname__} {text_of(getattr(value, '__dict__', None))}"
+    except Exception:  # noqa: BLE001 - whatever a class of the user's raises when it is read
+        return None
     return text
 
 
@@ -321,7 +321,7 @@ def _variable_name(label: str) -> str:
 def _entry_of(container: Any, key: Any) -> Any:
     if isinstance(container, dict):
         return dict.get(container, key)
-    return list.__getitem__(container, key) if key < len(container) else None
+    return list.__getitem__(container, key) if key < list.__len__(container) else None
 
 
 def _value(value: Any) -> Any:
