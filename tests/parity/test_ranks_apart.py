@@ -71,9 +71,16 @@ def test_hooks_and_attributes_of_the_users_classes_are_told_once(plan: str, act:
     assert words in told["findings"][0]
 
 
-@pytest.mark.parametrize("act", ["nothing", "rate", "mode", "weight_decay", "scale", "hook", "data", "cleared"])
-def test_what_every_rank_does_is_no_difference(act: str) -> None:
-    told = _same(jobs.train, "dp=2", act, jobs.Net, True)
+# A hook on every rank of a pipeline was told as another one on each: stages have other numbers of parameters.
+@pytest.mark.parametrize(
+    ("plan", "act"),
+    [
+        *(("dp=2", a) for a in ["nothing", "rate", "mode", "weight_decay", "scale", "hook", "data", "cleared"]),
+        ("pp=2", "layer hook"),
+    ],
+)
+def test_what_every_rank_does_is_no_difference(plan: str, act: str) -> None:
+    told = _same(jobs.train, plan, act, jobs.Net, True)
     assert (told["kind"], told["findings"]) == (None, [])
 
 
