@@ -49,6 +49,8 @@ class Autocast:
                 yield
         finally:
             self.dtype = self._planned
+            # Under an autocast around a whole loop, torch would keep weights as they were cast before this update.
+            torch.clear_autocast_cache()
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:

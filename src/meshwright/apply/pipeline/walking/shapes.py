@@ -32,6 +32,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
     run_fake,
     run_on_made_up,
     run_plain,
+    uncached_casts,
     zeros_like_meta,
 )
 from meshwright.apply.state.hook_tables import hooks_put_back
@@ -274,6 +275,7 @@ def _run_watched(
             memory,
             assigned,
             following,
+            uncached_casts(),
         ):
             results = (run_fake if make is make_fake else run_plain)(run, new_args, new_kwargs)
         encoder = Encoder({id(tensor): place for place, tensor in enumerate(given)}, scene.own)

@@ -133,6 +133,17 @@ def _quiet() -> Iterator[None]:
         _FAKE_LOGGER.disabled = was_disabled
 
 
+@contextlib.contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Have autocast keep no cast weights inside the context: they would be fake ones, or of other values, in the next run."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
 def run_fake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         with FAKE_MODE, _quiet():
