@@ -245,8 +245,8 @@ class Stepper:
         return self.rule.try_term(outputs, batch, 1.0)
 
     def _settle_loss(self, parts: list[Any]) -> None:
-        num_parts = None if self.micro_batch_size else self.micro_batches
-        self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, micro_batches=num_parts)
+        options = {"micro_batches": None if self.micro_batch_size else self.micro_batches, "casts": self.casts.dtype}
+        self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, **options)
         if self.draws is not None and not self.draws.is_known:
             learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term, is_cut=self._watch_loss.is_cut)
 

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import torch
+
 from meshwright.errors import some_of
 from meshwright.run.losses.own_slopes import find_apart, tolerance_of
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
@@ -19,6 +21,8 @@ __all__: list[str] = []
 
 _MOST_NOISE = 0.02
 """Such a difference that is larger is none of rounding: code that knows the place of a sample [fraction]."""
+_COARSE = 0.5
+"""By how much gradients may differ that are computed in less than float32, where no code of its own was seen [fraction]."""
 _OF_LOSSES = 20.0
 """How much less exact gradients are than losses, which know of coarse parameters and products [ratio]."""
 
@@ -97,7 +101,9 @@ def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:
         values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
         return f"with gradients enabled the loss is {whole.value:.6g} over the whole, and {values} over parts"
     scale = own if tried.is_sum else 1.0
-    tolerance = max(tolerance_of(whole.dtype), _OF_LOSSES * tried.tolerance)
+    tolerance = max(tolerance_of(torch.bfloat16 if whole.is_coarse else whole.dtype), _OF_LOSSES * tried.tolerance)
+    if whole.is_coarse and not first.own_slopes:
+        tolerance = max(tolerance, _COARSE)
     apart = find_apart(whole.slopes, [one.slopes for one in outcomes], scale, tolerance)
     if apart is None:
         return ""

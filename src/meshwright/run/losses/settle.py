@@ -22,6 +22,7 @@ from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import apart_error, own_generator_error, refusal_of
 from meshwright.run.losses.trials import Evidence, Proofs, examine
 from meshwright.run.losses.weights import Counted, Guard
+from meshwright.run.losses.widened import has_low
 from meshwright.trees import move_to, tensors_in
 
 __all__: list[str] = []
@@ -43,7 +44,13 @@ _BRANCHES = (
 
 
 def settle_loss(
-    rule: LossRule, engine: Engine, splitter: BatchSplitter, parts: Sequence[Any], *, micro_batches: int | None
+    rule: LossRule,
+    engine: Engine,
+    splitter: BatchSplitter,
+    parts: Sequence[Any],
+    *,
+    micro_batches: int | None,
+    casts: torch.dtype | None = None,
 ) -> bool:
     """Find what the loss is a mean over, by forwards of the first batch and of parts of it; every rank calls this.
 
@@ -53,6 +60,7 @@ def settle_loss(
         splitter: How batches are counted and cut.
         parts: This rank's micro-batches, perhaps none.
         micro_batches: Parts that a share is cut into; None: as many as its size asks for [count].
+        casts: What autocast makes of a step; None: nothing.
 
     Returns:
         Whether batches are cut, and a loss that parts do not give is refused.
@@ -69,7 +77,7 @@ def settle_loss(
     if parts:
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
     with engine.group.ledger.of_checks():
-        evidence = look_at_share(rule, engine, splitter, parts, is_cut=is_cut)
+        evidence = look_at_share(rule, engine, splitter, parts, is_cut=is_cut, casts=casts)
     seen = seen_by_all(engine, evidence)
     written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
     if written is not None and is_cut:
@@ -122,6 +130,7 @@ def look_at_share(
     parts: Sequence[Any],
     *,
     is_cut: bool = False,
+    casts: torch.dtype | None = None,
 ) -> Evidence | None:
     """Return the evidence of this rank's share; None where it has no sample."""
     share = enough_samples(parts, splitter)
@@ -134,7 +143,8 @@ def look_at_share(
     proofs = Proofs(are_wanted=is_cut and is_whole and has_room, changes=lambda: rule.changes)
     trials = None
     if share is not None:
-        trials = examine(share, module, splitter, splits_by_row=splitter.splits_by_row, proofs=proofs)
+        digits = {"casts": casts, "is_wide": is_whole and has_room and has_low(engine.parameters, share)}
+        trials = examine(share, module, splitter, splits_by_row=splitter.splits_by_row, proofs=proofs, **digits)
     is_noted = not engine.buffers_changed()
     if engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
         found = run_together(engine, module, trials, term)

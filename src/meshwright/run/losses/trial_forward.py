@@ -24,6 +24,7 @@ from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.own_slopes import Slopes, own_function_of, slopes_of, without_parameter_hooks
 from meshwright.run.losses.trial_watch import TrialWatch, term_with_slopes
 from meshwright.run.losses.trial_writes import OwnBackwardError
+from meshwright.run.losses.widened import widen, widened
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []
@@ -78,6 +79,10 @@ class TrialForward:
     """What the loss is multiplied by for its gradients by the parameters; 0: none are taken."""
     then: Any = None
     """A second batch, of which the loss is taken, with what code has kept of the first one outside of buffers."""
+    is_wide: bool = False
+    """Whether it runs in float32 where the model or the batch has fewer digits."""
+    casts: torch.dtype | None = None
+    """What it is cast to, as under autocast; None: nothing is."""
 
     @property
     def num_forwards(self) -> int:
@@ -114,6 +119,8 @@ class TrialOutcome:
     """Code of its own that is in backward, for people; "" where there is none."""
     slopes: Slopes = dataclasses.field(default_factory=dict[str, Sequence[float]])
     """Gradients by parameters, where they were taken."""
+    is_coarse: bool = False
+    """Whether something in it has fewer digits than float32."""
 
 
 def run_trial(
@@ -135,8 +142,8 @@ def run_trial(
         term: (outputs, batch) -> loss.
         has_graph: Whether code may take gradients inside.
     """
-    batch = own_copy(trial.batch)  # the next trial, and the step, take what this one's code may write into
-    with undisturbed(module, device):
+    batch, then = _own_batches(trial)
+    with undisturbed(module, device), widened(module, trial.is_wide):
         if trial.evaluates:
             set_eval_flags(module)
         elif trial.draws is not None:
@@ -159,11 +166,12 @@ def run_trial(
                 torch.set_grad_enabled(has_graph or bool(trial.slopes)),
                 without_parameter_hooks(module.parameters() if trial.slopes else ()),
                 _without_checkpoints() if trial.slopes else contextlib.nullcontext(),
-                torch.autocast(device.type, enabled=False),
+                torch.autocast(device.type, dtype=trial.casts, enabled=trial.casts is not None),
                 contextlib.nullcontext() if trial.draws is None else trial.draws.running(),
             ):
                 if trial.then is not None:
-                    batch = _run_first(module, trial, batch, forward, term)
+                    _run_first(module, trial.slopes or 1.0, batch, forward, term)
+                    batch = then
                 outputs = forward(batch)
                 if trial.draws is not None:
                     trial.draws.take(outputs)
@@ -199,6 +207,7 @@ def run_trial(
             changes=outside.changes,
             own_slopes=own_slopes,
             slopes=slopes,
+            is_coarse=watch.is_coarse,
         )
 
 
@@ -242,19 +251,20 @@ class _OutsideState:
 
 
 def _run_first(
-    module: nn.Module,
-    trial: TrialForward,
-    batch: Any,
-    forward: Callable[[Any], Any],
-    term: Callable[[Any, Any], LossTerm],
-) -> Any:
-    """Run a first batch, put the buffers back, and return the second one."""
+    module: nn.Module, factor: float, batch: Any, forward: Callable[[Any], Any], term: Callable[[Any, Any], LossTerm]
+) -> None:
+    """Run a first batch, and put the buffers back."""
     buffers = BufferSnapshot(module)
     found = term_with_slopes(term, forward(batch), batch)
     if torch.is_grad_enabled():  # hooks in backward may keep something, too
-        slopes_of(found.value, module.named_parameters(), trial.slopes or 1.0)
+        slopes_of(found.value, module.named_parameters(), factor)
     buffers.restore()
-    return own_copy(trial.then)
+
+
+def _own_batches(trial: TrialForward) -> tuple[Any, Any]:
+    """Return copies of its batches: the next trial, and the step, take what this one's code may write into."""
+    batch, then = own_copy(trial.batch), own_copy(trial.then)
+    return (widen(batch), widen(then)) if trial.is_wide else (batch, then)
 
 
 def _rows(outputs: Any, counts: Sequence[int]) -> Iterator[Any]:

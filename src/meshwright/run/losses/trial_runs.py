@@ -103,27 +103,28 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
     # In their places all the time are all parameters, or under ZeRO-3 those that the model's code sets.
     kept = assigned_parameters(module) if engine.puts_aside else None
     while True:
-        takes_slopes = any(trial.slopes for trial in wanted)
-        own = 0 if takes_slopes else sum(trial.num_forwards for trial in wanted)
-        told = engine.everyone.all_gather_json([own, takes_slopes], device=engine.device)
+        # With whole parameters each rank runs these by itself, however many it has, once no rank wants one together.
+        is_alone = any(trial.slopes or trial.is_wide for trial in wanted)
+        own = 0 if is_alone else sum(trial.num_forwards for trial in wanted)
+        told = engine.everyone.all_gather_json([own, is_alone], device=engine.device)
         most = max(num for num, _ in told)
-        if most == 0 and not any(slopes for _, slopes in told):
+        if most == 0 and not any(alone for _, alone in told):
             return found
-        if most == 0:  # each rank runs these alone, once all have come to them: the others would exchange meanwhile
+        if most == 0:
             outcomes = _run_whole(engine, module, wanted, term)
             wanted, found = _sent(trials, wanted, outcomes, found)
             continue
         with torch.no_grad(), engine.trying():
             forward = _CountedForward(engine.try_forward)
             outcomes = []
-            for trial in [] if takes_slopes else wanted:
+            for trial in [] if is_alone else wanted:
                 due = forward.num + trial.num_forwards
                 outcomes.append(_run_kept(module, engine.device, trial, forward, term, only=kept))
                 for _ in range(due - forward.num):  # its first one has raised
                     engine.idle_pass()
             for _ in range(most - own):
                 engine.idle_pass()
-        if takes_slopes:
+        if is_alone:
             continue
         for group in engine.forward_groups:
             outcomes = _told_by_any(outcomes, group, engine.device)
@@ -173,8 +174,8 @@ def _told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torc
         device: Where this travels.
     """
     own = [
-        [outcome.obstacle, outcome.value, outcome.weight, list(outcome.parts), _marks_of(outcome), sorted(outcome.left)]
-        for outcome in outcomes
+        [one.obstacle, one.value, one.weight, list(one.parts), _marks_of(one), sorted(one.left), one.is_coarse]
+        for one in outcomes
     ]
     told = group.all_gather_json(own, device=device)
     return [_agreed(outcome, [row[place] for row in told]) for place, outcome in enumerate(outcomes)]
@@ -183,7 +184,7 @@ def _told_by_any(outcomes: list[TrialOutcome], group: Communicator, device: torc
 def _agreed(outcome: TrialOutcome, rows: Sequence[Any]) -> TrialOutcome:
     obstacle = next((row[0] for row in rows if row[0] is not None), None)
     known = [row for row in rows if row[0] is None and all(map(math.isfinite, row[3] or [row[1]]))]
-    _, value, weight, parts, _, _ = (known or rows)[0]
+    _, value, weight, parts, *_ = (known or rows)[0]
     marks: dict[str, list[float]] = {}
     for row in rows:
         for name, numbers in row[4]:
@@ -197,6 +198,7 @@ def _agreed(outcome: TrialOutcome, rows: Sequence[Any]) -> TrialOutcome:
         branches=False,
         written=tuple((name, torch.tensor(numbers, dtype=torch.float64)) for name, numbers in marks.items()),
         left=frozenset(name for row in rows for name in row[5]),
+        is_coarse=any(row[6] for row in rows),
     )
 
 

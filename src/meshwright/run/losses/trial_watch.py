@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.apply.modules.copies import own_copy
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.weights import IGNORED_LABEL
+from meshwright.run.losses.widened import is_low
 from meshwright.trees import map_tensors, tensors_in
 
 __all__: list[str] = []
@@ -32,6 +33,8 @@ class TrialWatch(TorchFunctionMode):
         self.ignored: list[int] = []
         self.has_class_weights = False
         self.branches = False
+        self.is_coarse = False
+        """Whether a function has returned numbers with fewer digits than float32's."""
         self.own_slopes = ""
         """What code has done about gradients by itself, for people; "" for nothing."""
 
@@ -45,7 +48,11 @@ class TrialWatch(TorchFunctionMode):
             weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
             if weight is not None and kwargs.get("reduction", "mean") == "mean":
                 self.has_class_weights |= bool((weight != weight[0]).any())
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if not self.is_coarse:
+            parts = found if isinstance(found, (tuple, list)) else (found,)
+            self.is_coarse = any(type(part) is Tensor and is_low(part) for part in parts)
+        return found
 
 
 def term_with_slopes(term: Callable[[Any, Any], LossTerm], outputs: Any, batch: Any) -> LossTerm:

@@ -22,7 +22,7 @@ from meshwright.run.losses.trial_forward import DRAWS, RAISED, TrialForward, Tri
 from meshwright.run.losses.trial_parts import ROUNDINGS, gap_of, turn
 from meshwright.run.losses.trial_writes import find_dependent
 from meshwright.run.losses.weights import IGNORED_LABEL, Counted, Path, is_decoded, label_paths, replace_at, tensor_at
-from meshwright.trees import map_tensors, tensors_in
+from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
@@ -84,7 +84,14 @@ class Proofs:
 
 
 def examine(
-    share: Any, module: nn.Module, splitter: BatchSplitter, *, splits_by_row: bool, proofs: Proofs | None = None
+    share: Any,
+    module: nn.Module,
+    splitter: BatchSplitter,
+    *,
+    splits_by_row: bool,
+    proofs: Proofs | None = None,
+    casts: torch.dtype | None = None,
+    is_wide: bool = False,
 ) -> Generator[list[TrialForward], list[TrialOutcome], Evidence]:
     """Yield trials, receive their outcomes, and return the evidence.
 
@@ -94,9 +101,12 @@ def examine(
         splitter: Counts and cuts batches.
         splits_by_row: Whether dim 0 is the sample in every tensor.
         proofs: What is tried beside the loss.
+        casts: What autocast makes of a step; trials run without it where the code can.
+        is_wide: Whether they run in float32, where the model or the batch has fewer digits.
     """
     parts = splitter.cut(share, min(NUM_PARTS, splitter.count(share)))
-    whole, like, end = yield from _try_whole(share, parts)
+    first = TrialForward(share, False, is_wide=is_wide)
+    whole, like, end = yield from _try_whole(first, parts, casts)
     if end is not None:
         return end
     num_samples = splitter.count(share)
@@ -111,7 +121,7 @@ def examine(
     counts = [splitter.count(part) for part in parts]
     found = Evidence(
         is_sum=whole.weight is not None,
-        tolerance=_tolerance(module, whole.dtype, share, noise),
+        tolerance=_tolerance(module, whole, noise),
         numbers=_describe(whole, outcomes, counts),
         is_total=gap_of(whole.value, [o.value for o in outcomes], [1.0] * len(parts), divide=False) < _LOW_PARAMETERS,
         has_class_weights=whole.has_class_weights,
@@ -177,11 +187,19 @@ def _prove(
 
 
 def _try_whole(
-    share: Any, parts: Sequence[Any]
+    like: TrialForward, parts: Sequence[Any], casts: torch.dtype | None
 ) -> Generator[list[TrialForward], list[TrialOutcome], tuple[TrialOutcome, TrialForward, Evidence | None]]:
     """Return the outcome of the whole share, the trial that gave it, and the evidence if no other trial is needed."""
-    like = TrialForward(share, False)
     whole = (yield [like])[0]
+    # Code may want its own dtype, or autocast: weights in several, a batch in another one than theirs.
+    others = ([dataclasses.replace(like, is_wide=False)] if like.is_wide else []) + (
+        [dataclasses.replace(like, is_wide=False, casts=casts)] if casts is not None else []
+    )
+    for other in others:
+        if (whole.obstacle or "").startswith(RAISED):
+            again = (yield [other])[0]
+            if not (again.obstacle or "").startswith(RAISED):
+                whole, like = again, other
     if whole.written and len(parts) > 1:
         one = (yield [dataclasses.replace(like, batch=parts[0])])[0]
         name = find_dependent(whole.written, one.written, left=whole.left)
@@ -189,11 +207,11 @@ def _try_whole(
             end = Evidence(obstacle=f"it sets its parameter '{name}' by the batch", written=name)
             return whole, like, end
     if whole.obstacle is not None:
-        before, like = whole, TrialForward(share, True)
+        before, trained, like = whole, like, dataclasses.replace(like, evaluates=True)
         whole = (yield [like])[0]
         if before.obstacle == DRAWS and (whole.obstacle or "").startswith(RAISED):
             # A detector gives no terms of a loss in eval mode; what it draws may be a choice of one.
-            like = TrialForward(share, False, ahead=0)
+            like = dataclasses.replace(trained, ahead=0)
             again = yield [dataclasses.replace(like, ahead=1), like]
             if all(a.obstacle is None and gap_of(a.value, [before.value], [1.0]) < _SAME for a in again):
                 whole = again[1]
@@ -236,14 +254,12 @@ def _fit(
     return gap_of(whole.value, [o.value for o in outcomes], [counted.weigh(part, splitter) for part in parts])
 
 
-def _tolerance(module: nn.Module, dtype: torch.dtype, share: Any, noise: float) -> float:
-    least, most = _TOLERANCES.get(dtype, _LOW_TOLERANCE)
+def _tolerance(module: nn.Module, whole: TrialOutcome, noise: float) -> float:
+    least, most = _TOLERANCES.get(whole.dtype, _LOW_TOLERANCE)
     tolerance = min(max(least, ROUNDINGS * noise), most)
-    tensors: Iterable[torch.Tensor] = [*module.parameters(), *tensors_in(share)]
-    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-    rounds = on_cuda and torch.get_float32_matmul_precision() != "highest" and torch.float32 in kinds
-    return max(tolerance, _LOW_PARAMETERS) if rounds or kinds & {torch.float16, torch.bfloat16} else tolerance
+    rounds = on_cuda and torch.get_float32_matmul_precision() != "highest" and whole.dtype != torch.float64
+    return max(tolerance, _LOW_PARAMETERS) if rounds or whole.is_coarse else tolerance
 
 
 def _describe(whole: TrialOutcome, outcomes: Sequence[TrialOutcome], counts: Sequence[int]) -> str:
