@@ -488,6 +488,11 @@ def _warnings(kind: str, line: str, between: Callable[[mw.ParallelModel, int], A
     return [record.getMessage() for record in heard]
 
 
+def train(kind: str, loss: str, line: str) -> dict[str, Tensor]:
+    """Train under a plan."""
+    return _trained(kind, loss, line).full_state_dict()
+
+
 def told(kind: str, loss: str, line: str) -> tuple[str, ...]:
     """Train under a plan, and return what it tells."""
     return _trained(kind, loss, line).plan.reasons
