@@ -225,6 +225,7 @@ class PlanStrategy(SingleDeviceStrategy):
         """Return one rank's object on all."""
         held = [obj]
         if self.world_size > 1:
+            self.barrier()  # it has a limit of time, and torch's call waits on for a rank that is stopped
             dist.broadcast_object_list(held, src)
         return held[0]
 
@@ -251,7 +252,7 @@ class PlanStrategy(SingleDeviceStrategy):
         except (OSError, RuntimeError) as error:  # torch's writer of files raises the latter
             failure = error
         told = f"{type(failure).__name__}: {failure}" if failure is not None else None
-        told = self.broadcast(told)
+        told = self._world.default_group.all_gather_json(told)[0] if self.world_size > 1 else told
         if told is not None:
             raise StorageError(
                 f"fabric.save could not write {path}: {told}",
