@@ -19,7 +19,8 @@ _CHANGEABLE = {
     "model": {"pretrained"},  # where it began; the directory may be gone
     "data": {"num_workers", "prefetch"},
     "train": {
-        *("steps", "max_seconds", "max_restarts", "timeout_s", "name", "directory", "print_every", "trace", "log"),
+        *("steps", "max_seconds", "max_restarts", "timeout_s", "name", "directory", "print_every"),
+        *("trace", "profiler", "log"),
         *("plan", "devices", "micro_batches", "precision"),  # which make the plan
         *("eval_every", "eval_batches", "non_finite", "sentinel_every", "on_finding"),
     },

@@ -51,6 +51,11 @@ def test_what_leaves_the_numbers_alone_may_change(folder, override):
     refuse_changes(settings(folder), settings(folder, override), "it")
 
 
+# `--resume` after `--trace 3-4 --profiler` was refused, with a fix that is none: a profiler wants traced steps.
+def test_a_profiler_may_be_left_out(folder):
+    refuse_changes(settings(folder, "train.trace=1", "train.profiler=true"), settings(folder), "it")
+
+
 def test_a_run_of_a_former_release_goes_on_with_the_generators_that_it_began_with(folder):
     # They drew by torch, wrote nothing of it, and the default is another one now.
     saved = {name: value for name, value in settings(folder).items() if name != "train.rng"}
