@@ -81,7 +81,7 @@ def test_hooks_and_attributes_of_the_users_classes_are_told_once(plan: str, act:
 )
 def test_what_every_rank_does_is_no_difference(plan: str, act: str) -> None:
     told = _same(jobs.train, plan, act, jobs.Net, True)
-    assert (told["kind"], told["findings"]) == (None, [])
+    assert (told["kind"], told["findings"], told["logged"]) == (None, [], [])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -103,8 +104,11 @@ def _told(run: Callable[[], list[float]]) -> dict[str, Any]:
 def train(
     plan: str, act: str, kind: type[Net] = Net, everywhere: bool = False, faulty_step: int = FAULTY_STEP
 ) -> dict[str, Any]:
-    """Train by `model.step`; one rank does something before a step. Findings of all steps are returned, too."""
+    """Train by `model.step`; one rank does something before a step. Findings of all steps and warnings are returned, too."""
     findings: list[str] = []
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())
 
     def run() -> list[float]:
         losses = []
@@ -118,8 +122,12 @@ def train(
                 losses.append(result.loss)
         return losses
 
-    with torch.enable_grad():  # what a script sets inside ends here
-        return _told(run) | {"findings": findings}
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        with torch.enable_grad():  # what a script sets inside ends here
+            return _told(run) | {"findings": findings, "logged": logged}
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
 
 
 def other_forms(plan: str, act: str) -> dict[str, Any]:
