@@ -7,6 +7,7 @@ enough       samples of a share that trials take
 trials       trial forwards that show what a loss is a mean over
 trial_forward  one trial, after which all is as it was
 trial_parts  parts of batches that trials take
+widened      trials in float32 of what has fewer digits
 proofs       trials of gradients, and of what code keeps for the next batch
 own_slopes   code of the model's own in backward
 trial_runs   trials run on one rank, or on all that a forward takes
