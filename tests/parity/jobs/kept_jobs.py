@@ -315,7 +315,9 @@ COUNTS = {"calls": 0}
 
 
 class _Options:
-    centred = False
+    def __init__(self) -> None:
+        self.centred = False
+        self.whole = self  # as a part that knows what it is a part of
 
 
 def _by_count(_: nn.Module, slopes: Any, __: Any) -> Any:

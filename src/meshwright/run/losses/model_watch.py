@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import sys
@@ -26,7 +27,7 @@ from meshwright.run.losses.trials import Evidence
 __all__: list[str] = []
 
 _NUMBERS = frozenset({int, float, bool, str})
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, type})
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _ENTRIES = frozenset({int, bool, str})
 """Of what a container or an object holds; a float is rather a measurement."""
@@ -142,48 +143,44 @@ class ModelWatch:
         held: dict[int, Any] = {}  # a configuration is an attribute of many modules
         return [
             value
-            if (kind := type(value)) in _NUMBERS
-            else None
-            if value is None or (kind is OrderedDict and not value)
+            if (kind := type(value)) in _NUMBERS or kind in _FUNCTIONS
             else _held_in(value, held)
+            if (value if kind is OrderedDict else _is_looked_into(kind))
+            else None
             for value in values
         ]
 
 
 def _held_in(value: Any, held: dict[int, Any], depth: int = _DEPTH) -> Any:
-    """Return the numbers, flags and functions that an attribute holds, by which code may decide; None where there are none.
+    """Return the numbers, flags and functions that a container or an object holds, by which code may decide.
 
     Args:
-        value: A function, a container, hooks, or an object such as a configuration.
+        value: Hooks, a container, or an object such as a configuration.
         held: What was found by id.
         depth: How deep it is looked into.
     """
     kind = type(value)
-    if kind in _FUNCTIONS:
-        return value
     if kind is OrderedDict:
         return _users_hooks(value)
-    if not depth or isinstance(value, (torch.Tensor, nn.Module)):
-        return None
     if id(value) not in held:
-        parts = (
-            value if kind in _CONTAINERS else () if kind.__module__.partition(".")[0] in _LIBRARIES else vars_of(value)
-        )
-        entries = parts.items() if isinstance(parts, dict) else enumerate(parts)
-        held[id(value)] = [
-            (
-                place if type(place) in _ENTRIES else None,
-                entry if type(entry) in _ENTRIES else _held_in(entry, held, depth - 1),
-            )
-            for place, entry in itertools.islice(entries, _MOST_ENTRIES)
-            if entry is not None and type(entry) is not float
-        ]
+        parts = value if kind in _CONTAINERS else getattr(value, "__dict__", {})
+        entries = list(itertools.islice(parts.items() if isinstance(parts, dict) else enumerate(parts), _MOST_ENTRIES))
+        found: list[Any] = []
+        for place, entry in entries:
+            is_told = (kind := type(entry)) in _ENTRIES or kind in _FUNCTIONS
+            if is_told or (depth > 1 and _is_looked_into(kind)):
+                name = place if type(place) in _ENTRIES else None
+                found.append((name, entry if is_told else _held_in(entry, held, depth - 1)))
+        held[id(value)] = found  # not before, since an object may hold itself
     return held[id(value)]
 
 
-def vars_of(value: Any) -> dict[str, Any]:
-    """Return an object's own attributes."""
-    return getattr(value, "__dict__", {})
+@functools.cache
+def _is_looked_into(kind: type) -> bool:
+    """Tell whether values of a class may hold by what code decides: containers, and objects of no library."""
+    if kind is OrderedDict or kind in _CONTAINERS:
+        return True
+    return not issubclass(kind, (torch.Tensor, nn.Module)) and kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _users_hooks(hooks: OrderedDict[Any, Any]) -> tuple[int, ...]:
