@@ -45,12 +45,11 @@ class Autocast:
             )
         self.dtype = found
         try:
-            with torch.autocast(self._kind, enabled=False):
+            # Under an autocast around it all, torch would keep weights as they were cast before an update, or a cut.
+            with torch.autocast(self._kind, enabled=False), _counted_from_zero():
                 yield
         finally:
             self.dtype = self._planned
-            # Under an autocast around a whole loop, torch would keep weights as they were cast before this update.
-            torch.clear_autocast_cache()
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
@@ -77,3 +76,18 @@ class Autocast:
         if self.dtype is None and not torch.is_autocast_enabled(self._kind):
             return contextlib.nullcontext()
         return torch.autocast(self._kind, dtype=self.dtype, enabled=self.dtype is not None)
+
+
+@contextlib.contextmanager
+def _counted_from_zero() -> Iterator[None]:
+    """Have autocasts inside forget the weights that they have cast, which torch does when the outermost one ends."""
+    depth = 1
+    while torch.autocast_decrement_nesting() > 0:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        depth += 1
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for _ in range(depth):
+            torch.autocast_increment_nesting()  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]

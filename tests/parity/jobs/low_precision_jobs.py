@@ -75,6 +75,20 @@ class Experts(nn.Module):
         return h + found
 
 
+class Casting(nn.Module):
+    """A model whose forward casts by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, _WIDTH)
+        self.layer = nn.TransformerEncoderLayer(_WIDTH, 4, 64, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(_WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.out(self.layer(self.into(x).unsqueeze(1)).squeeze(1))
+
+
 def experts() -> nn.Module:
     """Return layers of experts between two others."""
     return nn.Sequential(nn.Linear(6, _WIDTH), Experts(), nn.Linear(_WIDTH, _WIDTH), Experts(), nn.Linear(_WIDTH, 4))
@@ -87,7 +101,7 @@ def _loss_of(outputs: Tensor, batch: Any) -> Tensor:
 def batch_of(kind: str, step: int) -> tuple[Tensor, Tensor]:
     """Return a batch; of words, other numbers of labels count in each sample and step."""
     generator = torch.Generator().manual_seed(step)
-    if kind == "experts":
+    if kind in ("Casting", "experts"):
         return torch.randn(8, 6, generator=generator), torch.randint(4, (8,), generator=generator)
     length = 12 if kind == "Asking" else 320
     words, labels = (torch.randint(_WORDS, (8, length), generator=generator) for _ in range(2))
@@ -98,11 +112,11 @@ def batch_of(kind: str, step: int) -> tuple[Tensor, Tensor]:
 
 def _build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return {"Words": Words, "Mixing": Mixing, "Asking": Asking, "experts": experts}[kind]()
+    return {"Words": Words, "Mixing": Mixing, "Asking": Asking, "Casting": Casting, "experts": experts}[kind]()
 
 
 def _cast(kind: str) -> contextlib.AbstractContextManager[Any]:
-    wanted = kind in ("Asking", "experts")
+    wanted = kind in ("Asking", "Casting", "experts")
     return torch.autocast("cpu", dtype=torch.bfloat16) if wanted else contextlib.nullcontext()
 
 
