@@ -45,6 +45,7 @@ SLOPES = [
     ("Base", "Averaged", "code of its own in backward changes gradients"),
     ("NodeHook", "pairs", "changes gradients"),
     ("InCheckpoint", "pairs", "a hook on a tensor (register_hook) changes gradients"),
+    ("ByHand", "pairs", "a hook on a tensor (register_hook) changes gradients: that of 'up.bias'"),
 ]
 KEPT = [
     ("KeptTensor", "pairs", "KeptTensor.kept"),
@@ -137,6 +138,14 @@ def test_a_forward_that_unfreezes_a_layer_is_refused_where_ranks_exchange_gradie
     for error in errors("Unfreezing", "pairs", line):
         assert isinstance(error, mw.ApplyError)
         assert "the forward has switched requires_grad of 'mid." in error.message
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0"])
+def test_gradients_that_cannot_be_tried_are_told(line: str) -> None:
+    for reasons in testing.run_ranks(jobs.fussy, 2, line):
+        assert any(
+            "could not be compared with those of the whole: it raised RuntimeError: not yet" in r for r in reasons
+        )
 
 
 @pytest.mark.parametrize("line", ["tp=2", "pp=2"])

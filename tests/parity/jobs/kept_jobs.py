@@ -514,4 +514,42 @@ class Unfreezing(Base):
         return h
 
 
-KINDS["Unfreezing"] = Unfreezing
+class ByHand(Base):
+    """A hook that adds a number to another parameter's gradient."""
+
+    def change(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(self._add)
+        return h
+
+    def _add(self, _: Tensor) -> None:
+        bias = self.up.bias
+        added = torch.full_like(bias, 0.1)
+        bias.grad = added if bias.grad is None else bias.grad + added
+
+
+class Fussy(Base):
+    """A hook that raises where there are gradients of nothing yet."""
+
+    def change(self, h: Tensor) -> Tensor:
+        if h.requires_grad and self.training:
+            h.register_hook(self._look)
+        return h
+
+    def _look(self, slope: Tensor) -> None:
+        if not self.kept:
+            raise RuntimeError("not yet")
+        del slope
+
+
+KINDS |= {"Unfreezing": Unfreezing, "ByHand": ByHand, "Fussy": Fussy}
+
+
+def fussy(line: str) -> tuple[str, ...]:
+    """Apply a plan, run the trials of a first step whose backward raises, and return what is told."""
+    model = mw.apply_plan(functools.partial(build, "Fussy"), line, loss_fn=pairs, optimizer=sgd)
+    try:
+        model.step(mw.split_batch(batch(0), model))
+    except RuntimeError:
+        return model.plan.reasons
+    return ()

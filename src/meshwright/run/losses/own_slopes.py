@@ -48,7 +48,7 @@ def own_function_of(value: Tensor) -> str:
 
 
 def slopes_of(value: Tensor, parameters: Iterable[tuple[str, nn.Parameter]], factor: float) -> dict[str, list[float]]:
-    """Return the gradients of a loss by parameters, as a few numbers each.
+    """Return the gradients of a loss by parameters, as a few numbers each; with what code in backward adds to `.grad` by itself.
 
     Args:
         value: The loss, a scalar with its graph.
@@ -59,18 +59,27 @@ def slopes_of(value: Tensor, parameters: Iterable[tuple[str, nn.Parameter]], fac
     if not value.requires_grad or not named:
         return {}
     root = torch.full_like(value, factor)
+    are_empty = [parameter.grad is None for _, parameter in named]
     gradients = torch.autograd.grad(value, [parameter for _, parameter in named], root, allow_unused=True)
     found: dict[str, list[float]] = {}
-    for (name, _), gradient in zip(named, gradients, strict=True):
-        if gradient is None:
-            continue
-        held = gradient.detach()
-        row = (held.to_dense() if held.layout != torch.strided else held).flatten()
-        row = (torch.view_as_real(row).flatten() if row.is_complex() else row).double()
-        places = torch.arange(row.numel(), dtype=torch.float64, device=row.device)
-        sums = [(row * torch.cos((0.7 + number) * places)).sum().item() for number in range(_NUM_SUMS)]
-        found[name] = [*sums, row.norm().item()]
+    for (name, parameter), gradient, was_empty in zip(named, gradients, are_empty, strict=True):
+        terms = [] if gradient is None else [_row_of(gradient)]
+        if was_empty and parameter.grad is not None:
+            terms.append(_row_of(parameter.grad))
+            parameter.grad = None
+        if terms:
+            row = sum(terms[1:], terms[0])
+            places = torch.arange(row.numel(), dtype=torch.float64, device=row.device)
+            sums = [(row * torch.cos((0.7 + number) * places)).sum().item() for number in range(_NUM_SUMS)]
+            found[name] = [*sums, row.norm().item()]
     return found
+
+
+def _row_of(gradient: Tensor) -> Tensor:
+    """Return a gradient's entries in a row, in float64."""
+    held = gradient.detach()
+    row = (held.to_dense() if held.layout != torch.strided else held).flatten()
+    return (torch.view_as_real(row).flatten() if row.is_complex() else row).double()
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.errors import some_of
 from meshwright.run.losses.own_slopes import find_apart, tolerance_of
-from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
+from meshwright.run.losses.trial_forward import RAISED, TrialForward, TrialOutcome
 from meshwright.run.losses.trial_parts import ROUNDINGS, gap_of, second_sample, turn
 from meshwright.trees import map_tensors
 
@@ -65,23 +65,24 @@ class TriedLoss:
 
 def try_all(
     tried: TriedLoss, changes: Sequence[str]
-) -> Generator[list[TrialForward], list[TrialOutcome], tuple[str, str]]:
-    """Return why gradients of parts do not give the whole's, and why later batches do not; "" where they do.
+) -> Generator[list[TrialForward], list[TrialOutcome], tuple[str, str, str]]:
+    """Return why gradients of parts do not give the whole's, why later batches do not, and what had no result; else "" each.
 
     Args:
         tried: What the loss has shown.
         changes: What code has changed, for people.
     """
     if tried.is_sum and tried.gap(tried.whole, tried.outcomes) > tried.tolerance:
-        return "", ""  # a Loss says itself what it counts, and parts may decide for themselves
+        return "", "", ""  # a Loss says itself what it counts, and parts may decide for themselves
     first = (yield [dataclasses.replace(tried.like, slopes=1.0)])[0]
     if first.obstacle is not None:
-        return "", ""
+        return "", "", first.obstacle if first.obstacle.startswith(RAISED) else ""
     why = yield from _try_slopes(tried, first)
     if why:
-        return why, ""
+        return why, "", ""
     tried = dataclasses.replace(tried, like=dataclasses.replace(tried.like, slopes=1.0))
-    return "", (yield from _try_what_is_kept(tried, list(dict.fromkeys([*changes, *first.changes]))))
+    kept = yield from _try_what_is_kept(tried, list(dict.fromkeys([*changes, *first.changes])))
+    return "", kept, ""
 
 
 def _try_slopes(tried: TriedLoss, first: TrialOutcome) -> Trials:

@@ -94,6 +94,12 @@ def settle_loss(
     reasons = (*decision.reasons, *([str(decision.error)] if decision.error is not None else []))  # with its fix
     if kept:  # as a plain loop over micro-batches has it, which is not one device's
         reasons = (*reasons, f"loss: {kept}")
+    untried = next((f"{evidence.untried} (rank {rank})" for rank, evidence in seen if evidence.untried), "")
+    if untried:
+        reasons = (
+            *reasons,
+            f"gradients of parts of the first batch could not be compared with those of the whole: {untried}",
+        )
     if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
         reasons = (*reasons, _BRANCHES)
     of_shares = share_reason(engine.module) if is_cut and rule.norms is None else None

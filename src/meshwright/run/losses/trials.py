@@ -66,6 +66,8 @@ class Evidence:
     """Why later batches are not, since code keeps something of those before."""
     tries_keeping: bool = False
     """Whether what a step keeps for the next was tried, in a step's mode; a model that draws is in eval mode."""
+    untried: str = ""
+    """Why gradients could not be compared."""
     culprit: str = "loss"
     """What does not come back from parts: the "loss", the "model" before it, or the model's "branches"."""
 
@@ -183,7 +185,7 @@ def _prove(
     tried = dataclasses.replace(tried, weights=sums if weights is None else weights)
     if not sum(tried.weights):
         return
-    found.apart, found.kept = yield from try_all(tried, list(proofs.changes()))
+    found.apart, found.kept, found.untried = yield from try_all(tried, list(proofs.changes()))
 
 
 def _try_whole(
