@@ -37,7 +37,9 @@ class MovedState:
     """
 
     def __init__(self, module: nn.Module, loss_fn: Any) -> None:
-        found = [hook for p in module.parameters() for hook in (p._backward_hooks or {}).values() if not is_ours(hook)]
+        # Under ZeRO-3 their dicts gather what is asked for.
+        held = [p for child in module.modules() for p in dict.values(child._parameters) if p is not None]
+        found = [hook for p in held for hook in (p._backward_hooks or {}).values() if not is_ours(hook)]
         others = [getattr(hook, "hook", hook) for hook in found]  # in our wrapper
         self._modules = list(module.named_modules())
         self._outsides = [Outside.of(module), Outside(None, [*others, *([] if loss_fn is None else [loss_fn])])]
