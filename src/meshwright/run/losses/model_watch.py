@@ -141,11 +141,13 @@ class ModelWatch:
         values += [value for own in self._plain for value in _OF_PLAIN(own)]
         # Nearly all tables of hooks are empty: this runs in every step, and calls nothing for them.
         held: dict[int, Any] = {}  # a configuration is an attribute of many modules
+        # Stages of a pipeline compare what attributes hold in each forward; under tp the guards of proofs do.
+        is_alone = self._engine.copies == 1
         return [
             value
             if (kind := type(value)) in _NUMBERS or kind in _FUNCTIONS
             else _held_in(value, held)
-            if (value if kind is OrderedDict else _is_looked_into(kind))
+            if (value if kind is OrderedDict else is_alone and _is_looked_into(kind))
             else None
             for value in values
         ]
