@@ -122,11 +122,14 @@ def _cast(kind: str) -> contextlib.AbstractContextManager[Any]:
 
 def plainly(kind: str) -> list[float]:
     """Return the losses of a plain loop."""
+    return _plain_losses(kind, [batch_of(kind, step) for step in range(STEPS)], LR)
+
+
+def _plain_losses(kind: str, batches: Sequence[tuple[Tensor, Tensor]], lr: float) -> list[float]:
     model = _build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = list[float]()
-    for step in range(STEPS):
-        batch = batch_of(kind, step)
+    for batch in batches:
         with _cast(kind):
             loss = _loss_of(model(batch[0]), batch)
         optimizer.zero_grad()
@@ -158,14 +161,4 @@ def around_a_loop(line: str) -> list[float]:
 
 def around_each_step() -> list[float]:
     """Return the same of a plain loop, with autocast around each forward."""
-    model = _build("experts")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, batch = list[float](), batch_of("experts", 0)
-    for _ in range(4):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = _loss_of(model(batch[0]), batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return _plain_losses("experts", [batch_of("experts", 0)] * 4, 0.1)

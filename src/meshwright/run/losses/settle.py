@@ -143,9 +143,8 @@ def look_at_share(
     module = _uncompiled(engine.module)
     term, has_room = _Term(rule, engine.device), _has_room(engine)
     rule.has_untried_slopes = is_cut and not has_room
-    is_whole = (
-        not engine.is_prepared or engine.copies == 1
-    )  # each rank can run the model alone, or with others' parts of it
+    # Each rank can run the model alone, or with others' parts of it.
+    is_whole = not engine.is_prepared or engine.copies == 1
     proofs = Proofs(are_wanted=is_cut and is_whole and has_room, changes=lambda: rule.changes)
     trials = None
     if share is not None:

@@ -156,7 +156,7 @@ class _CountedForward:
 
 
 def _run_whole(engine: Engine, module: nn.Module, wanted: Sequence[TrialForward], term: _Term) -> list[TrialOutcome]:
-    """Run trials with gradients on this rank alone, with every parameter whole; every rank calls it."""
+    """Run trials with gradients, or in float32, on this rank alone, with every parameter whole; every rank calls it."""
     forward = functools.partial(call_model, module)
     with engine.whole_parameters(), engine.switch.plain():
         return [_run_kept(module, engine.device, trial, forward, term) for trial in wanted]

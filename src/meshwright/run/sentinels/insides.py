@@ -232,9 +232,9 @@ class InsidesWatch:
             for label, was, value in zip(labels, held, values, strict=True):
                 if _differ([was], [value]):
                     self._set(_variable_name(label), functools.partial(self._variable, label))
-        if all(len(b) == len(n) and all(map(operator.is_, b, n)) for b, n in zip(before[1:3], now[1:3], strict=True)):
-            pass
-        elif len(before[0]) == len(now[0]):
+        pairs = zip(before[1:3], now[1:3], strict=True)
+        are_same = all(len(was) == len(is_now) and all(map(operator.is_, was, is_now)) for was, is_now in pairs)
+        if not are_same and len(before[0]) == len(now[0]):
             self._find_entries(before, now)
         if len(before[3]) == len(now[3]) and _differ(before[4], now[4]):
             for held, was, is_now in zip(self._rows, _cut(before[4], before[3]), _cut(now[4], now[3]), strict=True):
