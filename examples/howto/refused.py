@@ -44,7 +44,7 @@ def main():
     attempts = {
         "a plan with a typing error": lambda: mw.Plan.parse("dp=2,zerro=1"),
         "a loss that mixes samples": lambda: mw.launch(
-            train, 2, functools.partial(nn.Linear, 4, 2), "dp=2", contrastive
+            train, 2, functools.partial(nn.Linear, 4, 2), "dp=2,micro_batches=2", contrastive
         ),
         "code that reads a number": lambda: mw.launch(train, 2, Gated, "pp=2,micro_batches=2", mean_loss),
     }

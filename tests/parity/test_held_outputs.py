@@ -29,7 +29,7 @@ def test_a_parameter_that_a_model_returns_has_its_values_in_an_own_loop(plan: st
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,whole_below=0", "dp=2"])
 def test_a_loss_of_a_returned_parameter_is_tried_and_refused_where_it_compares_samples(plan: str) -> None:
-    for found in testing.run_ranks(jobs.comparing_losses, 2, plan):
+    for found in testing.run_ranks(jobs.comparing_losses, 2, f"{plan},batch=split"):
         assert "is not a mean over samples" in found
 
 

@@ -20,12 +20,14 @@ PLANS = [
     "pp=2,micro_batches=2",
     "dp=2,tp=2",
 ]
-WHOLE = ["dp=2,batch=whole", "dp=2,zero=3,whole_below=0,batch=whole", "tp=2"]
+# The second joins its shares by itself.
+WHOLE = ["dp=2,batch=whole", "dp=2", "dp=2,zero=3,whole_below=0,batch=whole", "tp=2"]
 plainly = functools.cache(jobs.plainly)
 
 
 def errors(kind: str, loss: str, line: str) -> list[BaseException | None]:
-    return [one.error for one in testing.run_outcomes(jobs.train, mw.Plan.parse(line).num_ranks, kind, loss, line)]
+    num_ranks = mw.Plan.parse(line).num_ranks
+    return [one.error for one in testing.run_outcomes(jobs.train, num_ranks, kind, loss, f"{line},batch=split")]
 
 
 def assert_equal(kind: str, loss: str, line: str) -> None:
@@ -220,6 +222,6 @@ def test_what_a_rank_without_samples_does_not_count_is_told(line: str) -> None:
 )
 @pytest.mark.parametrize("num_samples", [1, 5])
 def test_trials_run_with_uneven_shares_too(num_samples: int, kind: str, says: str, line: str) -> None:
-    for outcome in testing.run_outcomes(jobs.uneven, 2, kind, line, num_samples):
+    for outcome in testing.run_outcomes(jobs.uneven, 2, kind, f"{line},batch=split", num_samples):
         assert isinstance(outcome.error, mw.ApplyError)
         assert says in outcome.error.message

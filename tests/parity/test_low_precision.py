@@ -20,7 +20,7 @@ def test_roundings_of_bfloat16_are_not_refused(line: str) -> None:
 
 
 def test_samples_that_mix_in_bfloat16_are_refused() -> None:
-    for outcome in testing.run_outcomes(jobs.planned, 2, "Mixing", "dp=2"):
+    for outcome in testing.run_outcomes(jobs.planned, 2, "Mixing", "dp=2,batch=split"):
         assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
         assert "fix: " in str(outcome.error)
 

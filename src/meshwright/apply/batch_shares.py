@@ -16,6 +16,9 @@ class BatchShares:
     takes_whole_batch = False
     """Whether each data-parallel rank takes all samples (``batch=whole``)."""
 
+    joins_shares = ""
+    """Why ranks join the shares that they are given to whole batches (``batch=auto``), for people; empty where they do not."""
+
     copies = 1
     """Ranks that have the same share of the batch, since they share each layer [count]."""
 
@@ -30,13 +33,24 @@ class BatchShares:
         return 0 if self.takes_whole_batch else self.group.group_rank
 
     @property
+    def num_given_shares(self) -> int:
+        """Shares of a global batch that ranks are given, and join where they take it whole even so [count]."""
+        return self.group.size if self.joins_shares else self.num_shares
+
+    @property
+    def given_share(self) -> int:
+        """The share that this rank is given, by its number."""
+        return self.group.group_rank if self.joins_shares else self.share
+
+    @property
     def batch_reasons(self) -> tuple[str, ...]:
         """What is to be known of it, for people."""
         if not self.takes_whole_batch:
             return ()
+        word, why = ("", f", since {self.joins_shares}") if self.joins_shares else (" (batch=whole)", "")
         return (
-            f"batch: each of the {self.group.size} dp ranks computes all samples of a batch (batch=whole): ZeRO saves memory, "
-            "and dp saves no time",
+            f"batch: each of the {self.group.size} dp ranks computes all samples of a batch{word}: ZeRO saves memory, "
+            f"and dp saves no time{why}",
         )
 
     @property

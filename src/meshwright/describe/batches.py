@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -230,6 +231,13 @@ class BatchSplitter:
                 fix=f"have split(batch, {num_parts}) return at most {num_parts} batches that hold each sample once",
             )
         return [part for part, count in zip(parts, counts, strict=True) if count]
+
+    def micro_batches(self, batch: Any, num_parts: int, most: int | None) -> list[Any]:
+        """Return the parts of a share, none of an empty one; more than `num_parts` where one would exceed `most` samples."""
+        num_samples = self.count(batch)
+        if num_samples == 0:
+            return []
+        return self.cut(batch, num_parts if most is None else max(num_parts, math.ceil(num_samples / most)))
 
 
 def _targets_of(batch: Any) -> list[Any]:

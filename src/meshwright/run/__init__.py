@@ -9,6 +9,8 @@ options         checks of what a script passes
 assembly        module, engine and optimizer from the user's arguments
 building/       models built in pages of a file, pretrained weights
 step            the step: micro-batches, weights, reduction, clipping, the optimizer
+first_batch     what comes before the first step: trials, and the strategy's look at the model
+joined_shares   shares of dp ranks joined to whole batches, where parts do not do
 agreement       first exchange of a step: counts, flags and sayings of all ranks
 exchange        second exchange: losses, weights and failures
 work            the work of a step as its engine sees it: losses, roots of backward, sums
@@ -23,6 +25,7 @@ optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout
 draw_trials     trials by which they are found
 draw_orders     orders of samples that they try
+draws_of_torch  models that leave their draws to torch's generators
 draws_found     what the trials have shown on one rank
 draw_slopes     gradients of a batch beside those of its parts
 draw_parts      outputs of a batch beside those of its parts

@@ -42,7 +42,7 @@ from meshwright.run.model_collectives import hide_from_models, refuse_in_models
 from meshwright.run.options import check_arguments, check_options
 from meshwright.run.own_loop import refuse_shared
 from meshwright.run.parallel_model import ParallelModel
-from meshwright.run.sentinels.sentinels import make_sentinels
+from meshwright.run.sentinels.made import make_sentinels
 from meshwright.run.sentinels.settings import DEFAULT_EVERY, check_sentinels
 from meshwright.run.step import Stepper
 from meshwright.spec import Plan
@@ -174,6 +174,7 @@ def apply_plan(
         sentinels=sentinels,
         gate=gate,
         draws=GlobalDraws(engine, module, seed, _sharers(plan, world.rank)) if rng == "global" else None,
+        may_join=plan.mode == "ranks" and plan.dp > 1 and plan.batch == "auto" and split is None,
     )
     if recompute is not None:
         recompute.before = engine.before_layer

@@ -15,7 +15,6 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.randomness.draw_cuts import cuts_to_rows, find_cuts, take_cuts
 from meshwright.apply.randomness.dropouts import watch_attention
 from meshwright.apply.randomness.forward_draws import ForwardDraws
-from meshwright.apply.randomness.gpu import is_there
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
@@ -29,6 +28,7 @@ from meshwright.python_state import PythonState
 from meshwright.run.draw_parts import are_alike
 from meshwright.run.draw_trials import DrawTrials, Trials, Weigh
 from meshwright.run.draws_found import DrawsFound
+from meshwright.run.draws_of_torch import why_torch_draws
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_runs import run_alone, run_together
 
@@ -54,33 +54,6 @@ _UNPROVEN_CUT = (
 )
 
 Term = Callable[[Any, Any], LossTerm]
-
-
-def _why_torch_draws(module: nn.Module, *, num_replicas: int, shares_layers: bool) -> str | None:
-    """Return why torch's generators draw for a model, whatever `rng` says; None where numbers go by place.
-
-    Args:
-        module: The model.
-        num_replicas: Devices of this process that share the batch out [count].
-        shares_layers: Whether other ranks have parts of the same layers.
-    """
-    if num_replicas > 1:
-        return "devices of one process (data_parallel) draw from one generator"
-    if any(_is_compiled(child) for child in module.modules()):
-        return "code that torch.compile has compiled draws by itself"
-    if shares_layers and any(hasattr(own, "_torchdynamo_orig_callable") for own in Outside.of(module).functions):
-        # Only some ranks run a function in proofs, and compile it there: their calls would be seen, and the others' not.
-        return "a function that torch.compile has compiled may draw by itself on some of the ranks that share layers"
-    slow = [
-        device for device in {p.device for p in module.parameters()} if device.type != "cpu" and not is_there(device)
-    ]
-    if slow:
-        return f"numbers by place have no kernel on {slow[0].type}, and torch operators would make a dropout far slower"
-    return None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 class GlobalDraws:
@@ -116,11 +89,13 @@ class GlobalDraws:
         self._num_shared, self._has_shared = 0, False
         self.losses: list[Any] = []
         self.apart = ""  # why gradients of parts of the first batch are not the whole's, on any rank
+        self.is_unproven = False
+        """Whether parts of the first batch did not give what the whole gives with the same random numbers."""
         self._python: bool | None = None
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
         install_operators()
-        self._why_torch = _why_torch_draws(
+        self._why_torch = why_torch_draws(
             module, num_replicas=engine.num_replicas, shares_layers=len(self._sharers) > 1
         )
         self.is_off = self._why_torch is not None
@@ -134,6 +109,12 @@ class GlobalDraws:
         """Add a reason, once."""
         if len(self._told) < _MOST_TOLD:
             self._told[text if text.startswith("rng: ") else f"rng: {text}"] = None
+
+    def forget(self) -> None:
+        """Forget the first batch, which is learned anew."""
+        self.is_known, self.is_off, self.apart = False, self._why_torch is not None, ""
+        self.is_unproven = False
+        self._told, self._num_shared = {}, 0
 
     @property
     def has_news(self) -> bool:
@@ -372,6 +353,7 @@ class GlobalDraws:
                 self.leave_to_torch(self._why_torch)
             return
         if self.has_draws and not all(row[1] for row in rows):
+            self.is_unproven = True
             self.tell(_UNPROVEN)
         self._python = any(row[6][-1] for row in rows) or self._python  # in code that was not followed
         self._tell_beside([row[6][:-1] for row in rows])

@@ -123,13 +123,13 @@ class ParallelModel(Uncopied):
 
     @property
     def dp_rank(self) -> int:
-        """This rank's share of a global batch, by its number; 0 where each rank takes it whole."""
-        return self.engine.share
+        """The share of a global batch that this rank is given, by its number; 0 under ``batch=whole``."""
+        return self.engine.given_share
 
     @property
     def dp_size(self) -> int:
-        """Shares of a global batch: the plan's dp, or 1 under ``batch=whole`` [count]."""
-        return self.engine.num_shares
+        """Shares of a global batch that ranks are given: the plan's dp, or 1 under ``batch=whole`` [count]."""
+        return self.engine.num_given_shares
 
     @property
     def stop_requested(self) -> bool:

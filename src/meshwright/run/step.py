@@ -27,30 +27,28 @@ from meshwright.apply.norm import clip_
 from meshwright.apply.shards.gradient_hooks import GradientHooks, guard_step_hooks, release_step_hooks
 from meshwright.describe.batches import BatchSplitter, count_tokens, model_inputs
 from meshwright.errors import ApplyError, ConfigError, CorruptionError, NonFiniteError
-from meshwright.ranks.allocator import memory_returned
-from meshwright.run.agreement import Agreement, raise_first, told_of
+from meshwright.run.agreement import Agreement
 from meshwright.run.diagnose import diagnose, unchanged_draws
 from meshwright.run.draws_of_work import DrawsOfWork
+from meshwright.run.first_batch import FirstBatch
 from meshwright.run.gate import OptimizerGate
 from meshwright.run.global_draws import GlobalDraws
-from meshwright.run.losses.drawn import learn_draws
-from meshwright.run.losses.loss import Loss, LossRule, LossTerm
+from meshwright.run.joined_shares import JoinedShares
+from meshwright.run.losses.loss import Loss, LossRule
 from meshwright.run.losses.model_watch import ModelWatch
-from meshwright.run.losses.settle import settle_loss
 from meshwright.run.losses.terms import LossTerms
 from meshwright.run.optimizer_draws import OptimizerDraws
 from meshwright.run.own_draws import OwnDraws
-from meshwright.run.put_back import Snapshot, in_eval_mode, in_training_mode
+from meshwright.run.put_back import Snapshot, in_eval_mode
 from meshwright.run.result import StepResult
 from meshwright.run.sentinels.sentinels import Sentinels
-from meshwright.run.structure import settle_structure
 from meshwright.run.work import LossWork
 from meshwright.trees import move_to
 
 __all__: list[str] = []
 
 
-class Stepper:
+class Stepper(FirstBatch):
     """Runs steps on an applied model.
 
     Args:
@@ -66,6 +64,7 @@ class Stepper:
         sentinels: What compares the ranks with each other.
         gate: What lets the optimizer step here alone; None where it may step anywhere.
         draws: Random numbers of forwards that do not depend on the layout; None: torch's generators.
+        may_join: Whether ranks may join their shares to whole batches.
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class Stepper:
         sentinels: Sentinels,
         gate: OptimizerGate | None = None,
         draws: GlobalDraws | None = None,
+        may_join: bool = False,
     ) -> None:
         self.engine = engine
         self.rule = rule
@@ -103,6 +103,7 @@ class Stepper:
         self.gate = gate or OptimizerGate(None)
         self.draws = draws
         self.own_draws = OwnDraws(draws, engine, splitter)
+        self._shares = JoinedShares(engine, splitter, rule, is_allowed=may_join and not self._is_cut)
         self._watch()
 
     def close(self) -> None:
@@ -118,9 +119,8 @@ class Stepper:
         start = time.perf_counter()
         engine = self.engine
         self.gate.has_own_gradients = False
-        parts = self._micro_batches(batch)
         engine.refuse_lost_writes()
-        self._prepare(parts)
+        batch, parts = self._ready(batch)
         weights = [self.rule.known_weight(part) for part in parts]
         self.sentinels.begin_step()
         self._watch_loss.begin(batch, is_due=self.sentinels.is_turn)
@@ -179,10 +179,6 @@ class Stepper:
             self.engine.leave_out_step()
             raise
 
-    def prepare(self, batch: Any) -> None:
-        """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
-        self._prepare(self._micro_batches(batch))
-
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's outputs; the strategy may look at the model here first, as at the first batch."""
         if self.engine.is_prepared:
@@ -199,62 +195,13 @@ class Stepper:
         with self.casts.in_forward(), self.own_draws.without_graph():
             return self.forward(args, kwargs)
 
-    def when_prepared(self, run: Callable[[], None]) -> None:
-        """Run something once the strategy has looked at its first batch."""
-        self._waiting.append(run)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether `when_prepared` has anything left to run."""
-        return bool(self._waiting)
-
     def state_was_loaded(self) -> None:
         """Take note that parameters and the optimizer's state were replaced by our own code, on every rank."""
         self.sentinels.forget_state()
         self.engine.note_buffers()
 
-    def refuse_early_change(self) -> None:
-        """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
-        broken, everyone = self._guard.find_change(), self.engine.everyone
-        raise_first(everyone.all_gather_json(told_of(broken), device=self.engine.device), broken, everyone.ranks)
-        self.sentinels.compare_early()
-
-    def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:
-        is_prepared, is_first, self._has_looked = self.engine.is_prepared, not self._has_looked, True
-        if is_prepared and (not is_first or self.engine.needs_lockstep):  # there a forward is all ranks'
-            self._settle_loss(parts)
-            return
-        self.refuse_early_change()
-        first_run = self._terms.first_run(parts[0], evaluates=evaluates) if parts else None
-        with memory_returned():
-            if settle_structure(self.engine, first_run, lambda: self._settle_loss(parts)):
-                self._watch()
-            if is_prepared:
-                return
-            # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
-            with in_training_mode(self.engine), unchanged_draws(self.engine), self.casts.left_out():
-                self.engine.prepare(first_run)
-                if self.draws is not None:
-                    self.draws.learn_cut(self.splitter, self._try_term)
-            self.is_now_prepared()
-
     def _draws_of(self, kind: str) -> DrawsOfWork | None:
         return None if self.draws is None else DrawsOfWork(self.draws, kind, self.splitter)
-
-    def _try_term(self, outputs: Any, batch: Any) -> LossTerm:
-        return self.rule.try_term(outputs, batch, 1.0)
-
-    def _settle_loss(self, parts: list[Any]) -> None:
-        options = {"micro_batches": None if self.micro_batch_size else self.micro_batches, "casts": self.casts.dtype}
-        self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, **options)
-        if self.draws is not None and not self.draws.is_known:
-            learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term, is_cut=self._watch_loss.is_cut)
-
-    def is_now_prepared(self) -> None:
-        """Take note that the strategy has looked at a first batch."""
-        self._watch()  # a strategy may have taken parameters out
-        while self._waiting:
-            self._waiting.pop()()
 
     def _watch(self) -> None:
         engine = self.engine
@@ -264,15 +211,6 @@ class Stepper:
         self._optimizer_guard = OptimizerGuard(self.optimizer, engine)
         engine.guard_parts()
         self._hooks = GradientHooks.of(engine, accumulates=self._is_cut)
-
-    def _micro_batches(self, batch: Any) -> list[Any]:
-        num_samples = self.splitter.count(batch)
-        if num_samples == 0:
-            return []
-        num_parts = self.micro_batches
-        if self.micro_batch_size is not None:
-            num_parts = max(num_parts, math.ceil(num_samples / self.micro_batch_size))
-        return self.splitter.cut(move_to(batch, self.engine.device), num_parts)
 
     def _agree(self, batch: Any, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
         broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
@@ -325,6 +263,8 @@ class Stepper:
                 "model.loss() was given a share without samples",
                 fix="give every rank of an own loop at least one sample, or use model.step(batch)",
             )
+        if (error := self._shares.find_own_loop()) is not None:
+            raise error
         part = move_to(batch, self.engine.device)
         self._prepare([part])
         weight = self.rule.known_weight(part)
@@ -341,7 +281,7 @@ class Stepper:
 
     def find_change(self) -> ApplyError | None:
         """Return why this rank's model or optimizer cannot be trained, or None."""
-        return self._guard.find_change() or self._optimizer_guard.find_change()
+        return self._shares.find_own_loop() or self._guard.find_change() or self._optimizer_guard.find_change()
 
     def find_switched(self) -> str | None:
         """Return a parameter whose `requires_grad` was switched since it was last accepted, or None."""
@@ -375,8 +315,7 @@ class Stepper:
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """Return loss and counts of a global batch without training on it; every rank calls it."""
         engine = self.engine
-        parts = self._micro_batches(batch)
-        self._prepare(parts, evaluates=True)
+        batch, parts = self._ready(batch, evaluates=True)
         with in_eval_mode(engine):
             weights = [self.rule.known_weight(part) for part in parts]
             self._watch_loss.begin(batch, is_due=False)

@@ -25,7 +25,7 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16"]
 Compress = Literal["none", "bf16", "int8", "int4", "powersgd"]
 Offload = Literal["none", "optimizer"]
-Batch = Literal["split", "whole"]
+Batch = Literal["auto", "split", "whole"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,8 @@ class Plan(Value):
         overlap: Communicate while computing.
         offload: What is kept in the host's memory; "optimizer" is the state of this rank's shards, which are updated there.
         batch: What a dp rank takes of each global batch: "split" its share, "whole" all samples, as ranks that share layers do.
-            For models whose samples see one another: ZeRO still saves memory, and dp no time.
+            "whole" is for models whose samples see one another: ZeRO still saves memory, and dp no time. "auto" is "split", and
+            "whole" where the first batch shows that shares do not give one device's loss; ranks join their shares then.
         micro_batch_size: Samples of one forward pass; None splits what comes [samples].
         bucket_bytes: Size of a gradient bucket, and of what ZeRO-2 lets lie before it is summed; None is the default [bytes].
         whole_below: ZeRO-3 keeps layers with fewer bytes of parameters whole; None is the default [bytes].
@@ -92,7 +93,7 @@ class Plan(Value):
     compress: Compress = "none"
     overlap: bool = True
     offload: Offload = "none"
-    batch: Batch = "split"
+    batch: Batch = "auto"
     micro_batch_size: int | None = None
     bucket_bytes: int | None = None
     whole_below: int | None = None
@@ -107,8 +108,8 @@ class Plan(Value):
             self._set(shard=None)
         if self.sequence_parallel == (self.tp > 1):
             self._set(sequence_parallel=None)
-        if self.dp == 1 and self.batch == "whole":
-            self._set(batch="split")
+        if self.dp == 1 or (self.mode != "ranks" and self.batch == "split"):
+            self._set(batch="auto")
         if self.schedule == "zbv" and self.virtual == 1:
             self._set(virtual=2)
         problems = Problems("plan")
@@ -230,7 +231,7 @@ class Plan(Value):
     @property
     def num_shares(self) -> int:
         """The parts that ranks share a global batch out in: ``dp``, or 1 where each takes the whole batch [count]."""
-        return self.dp if self.batch == "split" else 1
+        return 1 if self.batch == "whole" else self.dp
 
     @property
     def num_stages(self) -> int:
@@ -278,7 +279,7 @@ class Plan(Value):
                 f"mode={self.mode} with {other}={getattr(self, other)} (rule: its only degree is {axis})",
                 fix=f"{other}=1, or mode=ranks",
             )
-        for name, off in (("zero", 0), ("compress", "none"), ("schedule", "1f1b"), ("virtual", 1), ("batch", "split")):
+        for name, off in (("zero", 0), ("compress", "none"), ("schedule", "1f1b"), ("virtual", 1), ("batch", "auto")):
             value = getattr(self, name)
             problems.require(
                 value == off,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
+from meshwright.describe.batches import split_samples
 from meshwright.measure.plain_draws import PlainDraws
 from meshwright.ranks.join import join_world
 
@@ -176,3 +177,85 @@ def meeting(line: str, other: str) -> float:
     first = mw.apply_plan(functools.partial(build, "Contrast"), line, optimizer=sgd)
     second = mw.apply_plan(functools.partial(build, "Contrast"), other, optimizer=sgd)
     return first.backward(first(**batch(0))["loss"] + second(**batch(0))["loss"], weight=NUM_SAMPLES)
+
+
+def shares(kind: str, line: str, sizes: tuple[int, ...], change: str = "") -> dict[str, Any]:
+    """Train on shares of the ranks' own, of these sizes, perhaps changed; an own loop may follow."""
+    model = mw.apply_plan(functools.partial(build, kind), line, optimizer=sgd)
+    share, losses = model.dp_rank, list[float]()
+    for step in range(STEPS):
+        whole = batch(step, sum(sizes))
+        given = {name: tensor.split(list(sizes))[share] for name, tensor in whole.items()} if sizes[share] else None
+        if change not in ("", "loop") and share and step == STEPS - 1:
+            given = changed(given, change)
+        losses.append(model.step(given).loss)
+    found = {"losses": losses, "state": model.full_state_dict(), "place": (model.dp_rank, model.dp_size)}
+    if change == "loop":
+        whole = batch(0)
+        model.backward(model(**whole)["loss"], weight=len(whole["x"]))
+        model.optimizer.step()
+    return found
+
+
+def changed(given: Any, change: str) -> Any:
+    """Return a share that cannot be joined with the others'."""
+    if change == "key":
+        return {**given, "more": given["x"]}
+    if change == "width":
+        return {**given, "y": given["y"][:, :5]}
+    if change == "number":
+        return {**given, "x": given["x"].float()}
+    return {**given, "x": given["x"].clone().requires_grad_()}
+
+
+class Named(dict[str, Tensor]):
+    """A batch of a class of its own."""
+
+
+class Noted(nn.Module):
+    """Contrast over batches of other kinds, with a number and a word beside the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Contrast()
+
+    def forward(self, x: Tensor, y: Tensor, power: Tensor, word: str, flags: Tensor | None = None) -> dict[str, Tensor]:
+        found = self.inner(x, y)
+        scale = power.to(x.dtype) * (2.0 if word == "twice" else 1.0)
+        if flags is not None:
+            scale = scale * flags.to(x.dtype).sum()
+        return {"loss": found["loss"] * scale, "left": found["left"]}
+
+
+def noted(form: str, step: int) -> tuple[Any, ...]:
+    """Return a batch as the shares of two ranks see it, and whole: of a class of its own, a pair, or with tensors twice."""
+    whole: dict[str, Any] = dict(batch(step))
+    whole |= {"power": torch.tensor(3, dtype=torch.bfloat16), "word": "twice"}
+    whole["flags"] = torch.arange(NUM_SAMPLES) % 2 == 0
+    if form == "twice":
+        whole["y"] = whole["x"]
+    made = Named(whole) if form == "class" else whole
+    parts = split_samples(made, [4, 3])
+    if form == "pair":
+        return tuple(
+            ((each["x"], each["y"], each["power"], each["word"], each["flags"]), each["x"]) for each in (*parts, made)
+        )
+    return (*parts, made)
+
+
+def train_noted(form: str, line: str) -> list[float]:
+    """Train on batches of another form; alone, by a plain loop."""
+    torch.manual_seed(0)
+    module = Noted().double().eval()
+    if line == "plain":
+        optimizer, losses = sgd(module.parameters()), list[float]()
+        for step in range(STEPS):
+            whole = noted(form, step)[-1]
+            loss = (module(**whole) if form != "pair" else module(*whole[0]))["loss"]
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return losses
+    model = mw.apply_plan(module, line, optimizer=sgd, loss_fn=own_loss if form == "pair" else None)
+    return [model.step(noted(form, step)[model.dp_rank]).loss for step in range(STEPS)]

@@ -305,7 +305,10 @@ def test_whole_batches_are_a_word_of_plans_with_dp() -> None:
     plan = Plan.parse("dp=4,zero=2,batch=whole")
     assert (str(plan), plan.num_shares, Plan.parse("dp=4").num_shares) == ("dp=4,zero=2,batch=whole", 1, 4)
     assert str(Plan.parse("dp=1,tp=2,batch=whole")) == "tp=2"
-    with pytest.raises(ConfigError, match="batch is 'half', must be one of split, whole"):
+    assert str(Plan.parse("dp=2,batch=auto")) == "dp=2"
+    assert str(Plan.parse("dp=2,batch=split")) == "dp=2,batch=split"
+    assert str(Plan.parse("data_parallel,dp=2,batch=split")) == "mode=data_parallel,dp=2"
+    with pytest.raises(ConfigError, match="batch is 'half', must be one of auto, split, whole"):
         Plan.parse("dp=2,batch=half")
     with pytest.raises(ConfigError, match="mode=data_parallel with batch=whole"):
         Plan.parse("data_parallel,dp=2,batch=whole")

@@ -73,7 +73,7 @@ class BufferCalls:
         if num_samples < self._engine.num_shares and self._left_of_short:
             self._left_of_short -= 1
             self._compare_shares()
-        elif self._left_of_ranks and self._rule.has_untried_keeping:
+        elif self._left_of_ranks and self._engine.num_shares > 1 and self._rule.has_untried_keeping:
             self._left_of_ranks -= 1
             self._compare_shares()
         if not self._left:

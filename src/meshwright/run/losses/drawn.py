@@ -64,6 +64,7 @@ class LearnsDraws(Protocol):
 
     losses: list[Tried]
     apart: str
+    is_unproven: bool
 
     def learn(self, share: Any, splitter: Any, term: Any, weigh: Any = None) -> None:
         """Find them by trials of a share; every rank calls it."""
@@ -76,12 +77,19 @@ def learn_draws(
     """Find the sample dims of draws, and judge a loss that could not be tried without them; every rank calls it.
 
     Raises:
-        ApplyError: On every rank: the loss is no mean over samples, or gradients of parts do not give the whole's.
+        ApplyError: On every rank: the loss is no mean over samples, or gradients of parts do not give the whole's; or nothing
+            shows what they give, and ranks might take the batch whole.
     """
     draws.learn(enough_samples(parts, splitter), splitter, term, rule.known_weight if is_cut else None)
     if draws.apart and is_cut:
-        raise apart_error(draws.apart)
+        raise rule.refused(apart_error(draws.apart))
     judge_drawn_loss(rule, draws.losses)
+    if is_cut and rule.untried and draws.is_unproven and rule.asks_for_whole:
+        error = ApplyError(
+            "the model draws random numbers whenever it runs, and with the same ones parts of the first batch do not give what "
+            "the whole gives, so that nothing shows that parts give one device's loss"
+        )
+        raise rule.refused(error, is_in_doubt=True)
 
 
 def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
@@ -104,12 +112,13 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
         values = ", ".join(f"{loss:.6g}" for loss, _ in parts)
         sizes = ", ".join(str(count) for _, count in parts)
         kind = "a sum over samples, not their mean" if is_total else "not a mean over samples"
-        raise ApplyError(
+        error = ApplyError(
             f"what loss_fn returned is {kind}: with the same random numbers it is {whole:.6g} over all samples of the first "
             f"batch, and {values} over parts of {sizes}, and this plan takes the batch part by part",
             fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean"
             if is_total
             else "take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
         )
+        raise rule.refused(error)
     if is_shown:
         rule.reasons = tuple(reason for reason in rule.reasons if reason != rule.untried)

@@ -99,6 +99,10 @@ class LossRule:
         """Whether nobody has tried what a step keeps for the next: the model draws, or nothing could be tried."""
         self.has_untried_slopes = False
         """Whether parameters are too large for trials of gradients."""
+        self.refusal: ApplyError | None = None
+        """Why parts of the first batch are refused; the same on every rank."""
+        self.is_in_doubt = self.asks_for_whole = False
+        """Whether ranks may join their shares to a whole batch, where nothing shows that parts do."""
         self._is_in_turn = False
 
     @property
@@ -125,6 +129,11 @@ class LossRule:
         """Set what the mean is taken over; None keeps the assumption."""
         self._counted = counted or self._counted
         self._guards, self.reasons, self.is_settled = tuple(guards), tuple(reasons), True
+
+    def refused(self, error: ApplyError, *, is_in_doubt: bool = False) -> ApplyError:
+        """Take note that parts of the first batch are refused, perhaps since nothing is shown, and return the error."""
+        self.refusal, self.is_in_doubt = error, is_in_doubt
+        return error
 
     def find_uneven(self, parts: Sequence[Any]) -> ApplyError | None:
         """Return an error if the labels of these micro-batches do not fit the weights found on the first batch, or there are none

@@ -81,13 +81,13 @@ def settle_loss(
     seen = seen_by_all(engine, evidence)
     written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
     if written is not None and is_cut:
-        raise written
+        raise written  # of the first batch alone: whole batches from then on would cost much for it
     decision = decide(seen, is_given=rule.is_given)
     if decision.error is not None and is_cut and rule.refuses:
-        raise decision.error
+        raise rule.refused(decision.error)
     kept = next((f"{evidence.kept} (rank {rank})" for rank, evidence in seen if evidence.kept), "")
     if kept and is_cut and rule.refuses and engine.num_shares * engine.num_replicas > 1:
-        raise apart_error(kept)
+        raise rule.refused(apart_error(kept))
     rule.has_untried_keeping = not all(evidence.tries_keeping and evidence.obstacle is None for _, evidence in seen)
     always_draws = is_cut and bool(seen) and all(evidence.obstacle == DRAWS for _, evidence in seen)
     rule.untried = decision.reasons[0] if always_draws else ""

@@ -62,7 +62,7 @@ class LossTerms:
         self._splitter = splitter
         self._has_looked_at_graph = False
         self._has_called = False
-        self._takes_parts = is_cut or engine.num_shares * engine.num_replicas > 1
+        self._is_cut = is_cut
         self.casts = Autocast(engine.device.type, autocast)
         """The dtype of forwards and losses."""
 
@@ -111,7 +111,8 @@ class LossTerms:
         try:
             outputs = call_model(module, part)
         except Exception as error:
-            if self._takes_parts and not isinstance(error, MeshwrightError):
+            takes_parts = self._is_cut or self._engine.num_shares * self._engine.num_replicas > 1
+            if takes_parts and not isinstance(error, MeshwrightError):
                 error.add_note(
                     f"the model was called with a part of the batch, {self._splitter.count(part)} samples. Where dim 0 of a "
                     "tensor is not the samples' (sequences first), pass split= to apply_plan; a batch that is one whole (a "

@@ -3,6 +3,7 @@
 Cheap values are compared in every step, digests of all copies every `sentinel_every` steps.
 
 sentinels      schedule of comparisons, and the effect of a finding
+made           sentinels of an applied model, once settings are compared
 circles        ranks that must have the same values
 digest         64-bit digests of tensors
 settings       settings that must be equal

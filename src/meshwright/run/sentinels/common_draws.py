@@ -51,8 +51,11 @@ class CommonDraws:
             len({mesh.coordinate(rank).dp for rank in ranks}) > 1 for mesh in self._meshes()[self._num_earlier :]
         )
 
-    def draw_together(self, step: int) -> None:
-        """Set torch's generators of ranks that share layers to those of the first of them; every rank calls it."""
+    def draw_together(self, step: int, *, is_known: bool = False) -> None:
+        """Set torch's generators of ranks that share layers to those of the first of them; every rank calls it.
+
+        `is_known`: whether they are known to stand elsewhere, which is not told.
+        """
         engine, leader_rank = self._engine, self._drawing.ranks[0]
         state = RandomState.read(engine.device)
         parts = [state.cpu] if state.cuda is None else [state.cpu, state.cuda]
@@ -61,7 +64,7 @@ class CommonDraws:
         leader = states[leader_rank]
         if self._are_apart():
             self._own = state
-        elif not self._has_warned and not torch.equal(leader, own):
+        elif not is_known and not self._has_warned and not torch.equal(leader, own):
             self._has_warned = True
             _LOG.warning(
                 "step %d: torch's generator on rank %d stands elsewhere than on rank %d, with which it shares layers: one of "

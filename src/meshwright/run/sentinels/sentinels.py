@@ -14,10 +14,9 @@ A difference is a finding: on every rank it raises before the optimizer, or is l
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -41,7 +40,6 @@ from meshwright.run.sentinels.common_draws import CommonDraws
 from meshwright.run.sentinels.copies_check import compare_copies
 from meshwright.run.sentinels.copies_in_turn import CopiesInTurn
 from meshwright.run.sentinels.digest import digest_batch, digest_of, digest_rng, digest_text
-from meshwright.run.sentinels.name_orders import require_equal_in_order
 from meshwright.run.sentinels.outcome import compare_outcome, digest_outcome
 from meshwright.run.sentinels.shared_batches import SharedBatches
 from meshwright.run.sentinels.writes import StateWatch
@@ -80,20 +78,14 @@ class Sentinels:
         self._every = every
         self._on_finding = on_finding
         self._rows = rows
-        mesh, rank = place
-        whole = ("dp",) if engine.takes_whole_batch else ()
-        self._batch_axes = ("pp", "cp", "tp", *whole)
-        self._sharing = Circle.over(mesh, rank, *self._batch_axes)
-        self._drawing = Circle.over(mesh, rank, "tp", *whole)
+        self._mesh, self._rank = mesh, rank = place
         self._holding = Circle.over(mesh, rank, "dp", "cp", "tp")
         self._copying = Circle.over(mesh, rank, "dp", "cp")
         self._everyone = Circle.over(mesh, rank, "pp", "dp", "cp", "tp")
-        self._mesh = mesh
         self._watch = StateWatch(engine, optimizer)
         self._settings = SettingsWatch(engine, loss_fn)
         self._forms = FormWatch()
         self._options = settings.OptionsDigest(optimizer)
-        self._in_turn = CopiesInTurn(engine, self._copying, self._drawing)
         self._apart = ApartWatch(engine)
         self.shared_batches = SharedBatches()
         self.shared_batches.is_watching = self.is_watching and not self._copying.is_alone
@@ -102,14 +94,28 @@ class Sentinels:
         self._outcome = (math.nan, math.nan)
         self._compares_outcome = True
         self._found, self._early = list[str](), list[str]()
-        self._common = CommonDraws(engine, self._drawing, self._sharing)
         self._batch, self._autocast = None, ""
-        # Reading their states takes longer than torch's, so only where the model's code can draw from them.
-        self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
+        self._share_out()
         self.recompute: Recompute | None = None
         """The layers that run again in backward, which are inspected as well."""
         self.first_step = 0
         """Number of the first step of this process in texts."""
+
+    def _share_out(self) -> None:
+        """Note which ranks have the same batch: of dp those that take it whole."""
+        engine, whole = self._engine, ("dp",) if self._engine.takes_whole_batch else ()
+        self._batch_axes = ("pp", "cp", "tp", *whole)
+        self._sharing = Circle.over(self._mesh, self._rank, *self._batch_axes)
+        self._drawing = Circle.over(self._mesh, self._rank, "tp", *whole)
+        self._in_turn = CopiesInTurn(engine, self._copying, self._drawing)
+        self._common = CommonDraws(engine, self._drawing, self._sharing)
+        # Reading their states takes longer than torch's, so only where the model's code can draw from them.
+        self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
+
+    def take_whole_batches(self) -> None:
+        """Take note that dp ranks take whole batches from now on: they go on with the first rank's generators."""
+        self._share_out()
+        self._common.draw_together(0, is_known=True)
 
     @property
     def is_watching(self) -> bool:
@@ -350,47 +356,6 @@ class Sentinels:
         if everyone.group_rank == 0:
             for text in texts:
                 _LOG.warning("%s", text)
-
-
-def make_sentinels(
-    engine: Engine,
-    place: tuple[MeshSpec, int],
-    optimizer: torch.optim.Optimizer | None,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    options: Mapping[str, Any],
-) -> Sentinels:
-    """Compare the ranks' settings, and return the sentinels.
-
-    Args:
-        engine: The engine, before it has adopted the optimizer.
-        place: The ranks' mesh, and this rank.
-        optimizer: The optimizer, as it was built.
-        loss_fn: As for `apply_plan`.
-        options: Further options of `apply_plan` that ranks must have alike, by name.
-
-    Raises:
-        ApplyError: Ranks have different settings.
-    """
-
-    def rows() -> settings.Rows:
-        return [
-            *settings.of_options(optimizer),
-            *settings.of_torch(engine.device),
-            *settings.of_modes(engine.module),
-        ]
-
-    if engine.everyone.size > 1:
-        at_start = functools.partial(settings.at_start, engine.module, optimizer, loss_fn, options, engine.device)
-        require_equal_in_order(engine.everyone, engine.module, at_start, engine.device)
-    return Sentinels(
-        engine,
-        optimizer,
-        place=place,
-        every=options["sentinel_every"],
-        on_finding=options["on_finding"],
-        rows=rows,
-        loss_fn=loss_fn,
-    )
 
 
 def _text(step: int, rank: int, finding: Finding) -> str:

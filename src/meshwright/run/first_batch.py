@@ -1,0 +1,132 @@
+"""The first batch: trials of the loss and of what draws, the strategy's look at the model, and joined shares where parts fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.apply.engine import Engine
+from meshwright.apply.model_guard import ModelGuard
+from meshwright.describe.batches import BatchSplitter
+from meshwright.errors import ApplyError
+from meshwright.ranks.allocator import memory_returned
+from meshwright.run.agreement import raise_first, told_of
+from meshwright.run.autocast import Autocast
+from meshwright.run.diagnose import unchanged_draws
+from meshwright.run.global_draws import GlobalDraws
+from meshwright.run.joined_shares import JoinedShares
+from meshwright.run.losses.drawn import learn_draws
+from meshwright.run.losses.loss import LossRule, LossTerm
+from meshwright.run.losses.settle import settle_loss
+from meshwright.run.losses.terms import LossTerms
+from meshwright.run.losses.watch import LossWatch
+from meshwright.run.put_back import in_training_mode
+from meshwright.run.sentinels.sentinels import Sentinels
+from meshwright.run.structure import settle_structure
+from meshwright.trees import move_to
+
+__all__: list[str] = []
+
+
+class FirstBatch:
+    """What a stepper does before its first step, and looks up in each later one."""
+
+    engine: Engine
+    rule: LossRule
+    splitter: BatchSplitter
+    sentinels: Sentinels
+    draws: GlobalDraws | None
+    casts: Autocast
+    micro_batches: int
+    micro_batch_size: int | None
+    _terms: LossTerms
+    _watch_loss: LossWatch
+    _guard: ModelGuard
+    _shares: JoinedShares
+    _waiting: list[Callable[[], None]]
+    _has_looked: bool
+
+    def _watch(self) -> None:
+        raise NotImplementedError
+
+    def prepare(self, batch: Any) -> None:
+        """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
+        self._ready(batch)
+
+    def when_prepared(self, run: Callable[[], None]) -> None:
+        """Run something once the strategy has looked at its first batch."""
+        self._waiting.append(run)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `when_prepared` has anything left to run."""
+        return bool(self._waiting)
+
+    def refuse_early_change(self) -> None:
+        """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
+        broken, everyone = self._guard.find_change(), self.engine.everyone
+        raise_first(everyone.all_gather_json(told_of(broken), device=self.engine.device), broken, everyone.ranks)
+        self.sentinels.compare_early()
+
+    def _ready(self, batch: Any, *, evaluates: bool = False) -> tuple[Any, list[Any]]:
+        """Return the batch that this rank takes, and its micro-batches, once the strategy has looked at a first one."""
+        batch = self._shares.of_step(batch)
+        parts = self._micro_batches(batch)
+        try:
+            with self._shares.in_reserve():
+                self._prepare(parts, evaluates=evaluates)
+        except ApplyError as error:
+            batch = self._shares.after(error, batch)
+        else:
+            return batch, parts
+        self._begin_again()
+        parts = self._micro_batches(batch)
+        self._prepare(parts, evaluates=evaluates)
+        return batch, parts
+
+    def _begin_again(self) -> None:
+        """Forget what parts of the first batch have shown."""
+        self._has_looked = self.rule.is_settled = False
+        if self.draws is not None:
+            self.draws.forget()
+        if self.engine.joins_shares:
+            self.sentinels.take_whole_batches()
+        self._watch()
+
+    def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:
+        is_prepared, is_first, self._has_looked = self.engine.is_prepared, not self._has_looked, True
+        if is_prepared and (not is_first or self.engine.needs_lockstep):  # there a forward is all ranks'
+            self._settle_loss(parts)
+            return
+        self.refuse_early_change()
+        first_run = self._terms.first_run(parts[0], evaluates=evaluates) if parts else None
+        with memory_returned():
+            if settle_structure(self.engine, first_run, lambda: self._settle_loss(parts)):
+                self._watch()
+            if is_prepared:
+                return
+            # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
+            with in_training_mode(self.engine), unchanged_draws(self.engine), self.casts.left_out():
+                self.engine.prepare(first_run)
+                if self.draws is not None:
+                    self.draws.learn_cut(self.splitter, self._try_term)
+            self.is_now_prepared()
+
+    def _micro_batches(self, batch: Any) -> list[Any]:
+        batch = move_to(batch, self.engine.device)
+        return self.splitter.micro_batches(batch, self.micro_batches, self.micro_batch_size)
+
+    def _try_term(self, outputs: Any, batch: Any) -> LossTerm:
+        return self.rule.try_term(outputs, batch, 1.0)
+
+    def _settle_loss(self, parts: list[Any]) -> None:
+        options = {"micro_batches": None if self.micro_batch_size else self.micro_batches, "casts": self.casts.dtype}
+        self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, **options)
+        if self.draws is not None and not self.draws.is_known:
+            learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term, is_cut=self._watch_loss.is_cut)
+
+    def is_now_prepared(self) -> None:
+        """Take note that the strategy has looked at a first batch."""
+        self._watch()  # a strategy may have taken parameters out
+        while self._waiting:
+            self._waiting.pop()()

@@ -1,0 +1,294 @@
+"""Shares joined to whole batches, under ``batch=auto``: what dp ranks step on where shares do not give one device's loss.
+
+The script goes on giving each rank its share. Ranks exchange them, and each steps on all samples, as under ``batch=whole``. A
+share's form travels as JSON and its tensors as bytes, in one exchange each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from meshwright.apply.engine import Engine
+from meshwright.describe.batches import BatchSplitter, count_samples
+from meshwright.errors import ApplyError
+from meshwright.run.losses.loss import LossRule
+from meshwright.trees import LEAVES, map_tensors, tensors_in, with_attributes
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger("meshwright")
+_MAX_SHOWN = 160
+_PLAIN = {"dict": dict, "list": list, "tuple": tuple}
+"""Containers that a rank can build which has never had a sample."""
+_FIX = "batch=whole in the plan, and the whole batch on every rank"
+
+
+class JoinedShares:
+    """Joins the shares that dp ranks are given.
+
+    Args:
+        engine: The strategy.
+        splitter: How batches are counted and cut.
+        rule: The loss, which knows why parts of a batch are refused.
+        is_allowed: Whether the plan leaves the choice, and would cut a whole batch no further.
+    """
+
+    def __init__(self, engine: Engine, splitter: BatchSplitter, rule: LossRule, *, is_allowed: bool) -> None:
+        self._engine, self._splitter, self._rule = engine, splitter, rule
+        self._is_allowed = is_allowed
+        self._could_not = False
+        self._last: tuple[list[Any], Any] | None = None
+        """The form of this rank's last share with samples, and that share without them."""
+
+    def of_step(self, batch: Any) -> Any:
+        """Return the batch that this rank steps on: what it was given, or all ranks' shares of it.
+
+        Raises:
+            ApplyError: On every rank: shares are to be joined, and cannot be.
+        """
+        if not self._engine.joins_shares:
+            return batch
+        joined, obstacle = self._join(batch)
+        if obstacle:
+            raise ApplyError(
+                f"this plan's dp ranks join their shares of each batch, since {self._engine.joins_shares}; these cannot be "
+                f"joined: {obstacle}",
+                fix=f"shares of one form on all ranks; or {_FIX}",
+            )
+        return joined
+
+    @contextlib.contextmanager
+    def in_reserve(self) -> Iterator[None]:
+        """Run the first batch's trials: those that show nothing ask for a whole batch, where ranks may join their shares."""
+        self._rule.asks_for_whole = self._is_allowed and not self._engine.takes_whole_batch and not self._could_not
+        try:
+            yield
+        finally:
+            self._rule.asks_for_whole = False
+
+    def after(self, error: ApplyError, batch: Any) -> Any:
+        """Have ranks take whole batches from now on, and return this one whole; every rank calls it.
+
+        Where shares cannot be joined, and parts are not known to fail, ranks go on with their shares.
+
+        Args:
+            error: What has refused the first batch's parts.
+            batch: This rank's share of it.
+
+        Raises:
+            ApplyError: `error` itself, where it was something else, or whole batches do not help.
+        """
+        engine, rule = self._engine, self._rule
+        if error is not rule.refusal or not self._is_allowed or engine.takes_whole_batch:
+            raise error
+        joined, obstacle = self._join(batch)
+        self._could_not = bool(obstacle)
+        if obstacle and rule.is_in_doubt:
+            return batch
+        if obstacle:
+            error.add_note(f"ranks could not join their shares to a whole batch by themselves: {obstacle}")
+            raise error
+        rule.norms = None  # a layer that sees all samples needs no other rank's
+        engine.takes_whole_batch, engine.joins_shares = True, error.message
+        if engine.everyone.group_rank == 0:
+            fix = "" if error.fix is None else f"; batch=split refuses the model instead, with this fix: {error.fix}"
+            _LOG.warning("%s%s", engine.batch_reasons[0], fix)
+        return joined
+
+    def find_own_loop(self) -> ApplyError | None:
+        """Return the error of an own loop where ranks join their shares in steps, or None."""
+        if not self._engine.joins_shares:
+            return None
+        return ApplyError(
+            "an own loop follows a step whose ranks have joined their shares of the batch, and in an own loop each rank would "
+            f"go on with its share. They have joined them since {self._engine.joins_shares}",
+            fix=_FIX,
+        )
+
+    def _join(self, batch: Any) -> tuple[Any, str]:
+        """Return all ranks' shares as one batch, or why there is none; the same on every rank."""
+        group, everyone = self._engine.group, self._engine.everyone
+        device = group.message_device(self._engine.device)
+        with group.ledger.of_checks():
+            told = group.all_gather_json(self._told(batch), device=device)
+            obstacles = everyone.all_gather_json(_obstacle(told, group.ranks), device=device)
+            if obstacle := next(filter(None, obstacles), ""):
+                return None, obstacle
+            form = next(row["form"] for row in told if row["count"])
+            tree = batch if self._splitter.count(batch) else self._example(form)
+            parts = group.all_gather_uneven(_bytes_of(tree).to(device))
+        columns = _columns(form, [row["count"] for row in told], parts)
+        return with_attributes(map_tensors(tree, _Joined(columns)), tree), ""
+
+    def _told(self, batch: Any) -> dict[str, Any]:
+        """Return the samples and the form of this rank's share as JSON; the form of the last one where it has none now."""
+        count = self._splitter.count(batch)
+        if not count:
+            return {"count": 0, "form": None if self._last is None else self._last[0]}
+        try:
+            form = _form_of(batch)
+            if getattr(batch, "num_samples", None) is not None:
+                return {"count": count, "obstacle": "the batch itself says how many samples it has (num_samples)"}
+            count_samples(batch)
+        except ApplyError as error:
+            return {"count": count, "obstacle": error.message}
+        self._last = form, map_tensors(batch, lambda tensor: tensor[:0].clone() if tensor.dim() else tensor)
+        return {"count": count, "form": form}
+
+    def _example(self, form: Any) -> Any:
+        """Return a batch without samples of a form."""
+        return self._last[1] if self._last is not None and self._last[0] == form else _built(form)
+
+
+# -- forms ----------------------------------------------------------------------------------------------------------------
+
+
+def _form_of(tree: Any) -> list[Any]:
+    """Return the form of a batch as JSON, numbers without dims among it: [kind, ...].
+
+    Raises:
+        ApplyError: It holds what cannot be joined.
+    """
+    if isinstance(tree, torch.Tensor):
+        return _form_of_tensor(tree)
+    if isinstance(tree, Mapping):
+        return ["mapping", _class_name(tree), [[_key(key), _form_of(value)] for key, value in tree.items()]]
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence):
+        return ["items", _class_name(tree), [_form_of(item) for item in tree]]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree) if field.init]
+        return ["mapping", _class_name(tree), [[name, _form_of(getattr(tree, name))] for name in names]]
+    if type(tree) not in LEAVES:
+        raise ApplyError(f"a batch holds a {type(tree).__name__}")
+    return ["value", _class_name(tree), tree if type(tree) in (int, float, bool, str, type(None)) else repr(tree)]
+
+
+def _form_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized
+    if not is_plain or tensor.is_nested:
+        raise ApplyError(f"a batch holds a tensor of another kind ({type(tensor).__name__}, {tensor.layout})")
+    if tensor.requires_grad:
+        raise ApplyError("a tensor of a batch requires a gradient, which would not reach the rank that has given it")
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return ["rows", kind, list(tensor.shape[1:])] if tensor.dim() else ["number", kind, repr(tensor.item())]
+
+
+def _class_name(tree: Any) -> str:
+    return f"{type(tree).__module__}.{type(tree).__qualname__}".removeprefix("builtins.")
+
+
+def _key(key: Any) -> Any:
+    if type(key) not in (str, int, bool, type(None)):
+        raise ApplyError(f"a batch has a key of class {type(key).__name__}")
+    return key
+
+
+def _obstacle(told: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Return why shares of these forms cannot be joined, or nothing."""
+    for rank, row in zip(ranks, told, strict=True):
+        if "obstacle" in row:
+            return f"{row['obstacle']} (rank {rank})"
+    full = [(rank, row["form"]) for rank, row in zip(ranks, told, strict=True) if row["count"]]
+    if not full:
+        return "no rank has a sample"
+    first, form = full[0]
+    for rank, other in full:
+        if other != form:
+            shown = [json.dumps(each)[:_MAX_SHOWN] for each in _first_difference(form, other)]
+            return f"ranks {first} and {rank} have batches of other forms, {shown[0]} and {shown[1]}"
+    for rank, row in zip(ranks, told, strict=True):
+        if not row["count"] and row["form"] != form and (strange := _strange_class(form)):
+            return f"rank {rank} has no sample, and cannot make a {strange} by itself"
+    return ""
+
+
+def _first_difference(form: list[Any], other: list[Any]) -> tuple[Any, Any]:
+    """Return the smallest parts in which two forms differ first."""
+    alike = form[:2] == other[:2] and form[0] in ("mapping", "items") and len(form[2]) == len(other[2])
+    pairs = zip(form[2], other[2], strict=True) if alike else ()
+    for one, two in pairs:
+        if one != two:
+            if form[0] == "items":
+                return _first_difference(one, two)
+            return _first_difference(one[1], two[1]) if one[0] == two[0] else (one[0], two[0])
+    return form, other
+
+
+def _strange_class(form: list[Any]) -> str:
+    """Return a class in a form that only a rank with a sample can make, or nothing."""
+    kind, name, held = form
+    if kind == "value":
+        return "" if held is None or name in ("int", "float", "bool", "str") else name
+    if kind not in ("mapping", "items"):
+        return ""
+    inside = [entry[1] for entry in held] if kind == "mapping" else held
+    return "" if name in _PLAIN and not any(map(_strange_class, inside)) else name
+
+
+def _built(form: list[Any]) -> Any:
+    """Return a batch without samples of a form that has no strange classes."""
+    kind, name, held = form
+    if kind == "value":
+        return held
+    if kind == "number":
+        dtype = getattr(torch, name)
+        read = complex if dtype.is_complex else float if dtype.is_floating_point else int
+        return torch.tensor(held == "True" if dtype == torch.bool else read(held), dtype=dtype)
+    if kind == "rows":
+        return torch.zeros((0, *held), dtype=getattr(torch, name))
+    return _PLAIN[name]([(key, _built(inside)) for key, inside in held] if kind == "mapping" else map(_built, held))
+
+
+# -- what travels ---------------------------------------------------------------------------------------------------------
+
+
+def _bytes_of(tree: Any) -> torch.Tensor:
+    """Return the bytes of all tensors with samples, one after the other."""
+    rows = [tensor.detach().resolve_conj().resolve_neg().cpu() for tensor in tensors_in(tree) if tensor.dim()]
+    return torch.cat([row.contiguous().reshape(-1).view(torch.uint8) for row in rows])
+
+
+def _columns(form: list[Any], counts: Sequence[int], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the joined tensors of a form, from the bytes of all ranks."""
+    places = [0] * len(parts)
+    joined: list[torch.Tensor] = []
+    for _, kind, shape in _rows_of(form):
+        dtype, pieces = getattr(torch, kind), list[torch.Tensor]()
+        for index, (count, part) in enumerate(zip(counts, parts, strict=True)):
+            end = places[index] + count * math.prod(shape) * dtype.itemsize
+            pieces.append(part[places[index] : end].clone().view(dtype).reshape(count, *shape))
+            places[index] = end
+        joined.append(torch.cat(pieces))
+    return joined
+
+
+def _rows_of(form: list[Any]) -> Iterator[list[Any]]:
+    kind, _, held = form
+    if kind == "rows":
+        yield form
+    elif kind in ("mapping", "items"):
+        for inside in held:
+            yield from _rows_of(inside[1] if kind == "mapping" else inside)
+
+
+class _Joined:
+    """Gives each tensor of a share the joined one, in order; a tensor in two places stays one."""
+
+    def __init__(self, columns: Sequence[torch.Tensor]) -> None:
+        self._next = iter(columns)
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        column = next(self._next)
+        return self._made.setdefault(id(tensor), column)

@@ -1,0 +1,99 @@
+"""Plans with dp whose ranks join their shares by themselves, since the first batch shows that samples see one another."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.jobs import whole_batch_jobs as jobs
+from tests.tolerances import FLOAT64
+
+import meshwright as mw
+from meshwright import testing
+
+PLANS = ["dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=0", "dp=2,tp=2", "dp=2,pp=2"]
+
+plainly = functools.cache(jobs.plainly)
+
+
+def assert_one_device_s(found: dict[str, Any], kind: str) -> None:
+    losses, gradients, state = plainly(kind)
+    assert found["losses"] == pytest.approx(losses, rel=FLOAT64)
+    for own, wanted in zip(found.get("gradients", []), gradients, strict=False):
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(own[name], gradient, rtol=FLOAT64, atol=1e-13)
+    for name, value in state.items():
+        torch.testing.assert_close(found["state"][name], value, rtol=FLOAT64, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["Contrast", "Centred"])
+@pytest.mark.parametrize("line", PLANS)
+def test_is_one_device_s(line: str, kind: str) -> None:
+    num_shares = int(line[3])
+    for found in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, kind, line):
+        assert_one_device_s(found, kind)
+        assert found["samples"] == [jobs.NUM_SAMPLES] * jobs.STEPS
+        assert found["evaluated"]["num_samples"] == jobs.NUM_SAMPLES
+        assert found["place"][1] == num_shares
+        (told,) = [reason for reason in found["reasons"] if reason.startswith("batch:")]
+        assert f"each of the {num_shares} dp ranks computes all samples" in told
+        assert "does not give one device's loss" in told or "do not give one device's" in told
+
+
+@pytest.mark.parametrize("sizes", [(5, 2), (0, 7), (7, 0)])
+def test_shares_may_be_uneven_or_empty(sizes: tuple[int, int]) -> None:
+    outcomes = testing.run_outcomes(jobs.shares, 2, "Contrast", "dp=2,zero=2", sizes)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.traceback_text
+        assert_one_device_s(outcome.result, "Contrast")
+
+
+def test_an_own_loop_afterwards_is_refused() -> None:
+    for outcome in testing.run_outcomes(jobs.shares, 2, "Contrast", "dp=2", (4, 3), "loop"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "an own loop follows a step whose ranks have joined their shares" in outcome.error.message
+        assert "batch=whole" in str(outcome.error.fix)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [("key", "other forms"), ("width", "[5]"), ("number", "float32"), ("graph", "requires a gradient")],
+)
+def test_shares_of_other_forms_are_refused_on_every_rank(change: str, text: str) -> None:
+    for outcome in testing.run_outcomes(jobs.shares, 2, "Contrast", "dp=2,zero=1", (4, 3), change):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
+        assert "these cannot be joined" in outcome.error.message
+        assert text in outcome.error.message
+
+
+@pytest.mark.parametrize("form", ["class", "pair", "twice"])
+def test_batches_of_other_forms_are_joined(form: str) -> None:
+    wanted = jobs.train_noted(form, "plain")
+    for found in testing.run_ranks(jobs.train_noted, 2, form, "dp=2,zero=1"):
+        assert found == pytest.approx(wanted, rel=FLOAT64)
+
+
+def test_a_loss_of_the_user_s_is_one_device_s() -> None:
+    for found in testing.run_ranks(jobs.train, 2, "Contrast", "dp=2,zero=2", "own_loss"):
+        assert_one_device_s(found, "Contrast")
+
+
+@pytest.mark.parametrize("line", ["dp=2,batch=split", "dp=2,micro_batches=2"])
+def test_what_cuts_the_batch_even_so_is_refused(line: str) -> None:
+    for outcome in testing.run_outcomes(jobs.train, 2, "Contrast", line):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "batch=whole" in str(outcome.error.fix)
+
+
+@pytest.mark.parametrize(("line", "other"), [("dp=2,zero=3", "tp=2"), ("pp=2", "dp=2,zero=1"), ("dp=2", "dp=2")])
+def test_a_checkpoint_goes_on_under_another_plan(line: str, other: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    testing.run_ranks(jobs.train, 2, "Contrast", line, "own", "step", folder)
+    losses, gradients, _ = plainly("Contrast")
+    for found in testing.run_ranks(jobs.train, 2, "Contrast", other, "own", "step", folder):
+        assert found["losses"] == pytest.approx(losses[1:], rel=FLOAT64)
+        for own, wanted in zip(found["gradients"], gradients[1:], strict=True):
+            torch.testing.assert_close(own["scale"], wanted["scale"], rtol=FLOAT64, atol=1e-13)
