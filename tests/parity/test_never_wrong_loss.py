@@ -67,7 +67,7 @@ def test_a_loss_that_parts_do_not_give_is_refused_before_the_first_step(name: st
 def test_every_rank_refuses(line: str, num_samples: int) -> None:
     # With two samples a rank of dp=2 has one: it is tried beside a second one that is made of it.
     losses = ["contrastive", "largest", "mean_square"]
-    per_rank = testing.run_ranks(loss_jobs.try_losses, 2, "mlp", line, losses, num_samples)
+    per_rank = testing.run_ranks(loss_jobs.try_losses, 2, "mlp", f"{line},batch=split", losses, num_samples)
     assert per_rank[0] == per_rank[1]
     contrastive, largest, mean = per_rank[0]
     assert "is not a mean over samples" in contrastive[0]
@@ -76,7 +76,7 @@ def test_every_rank_refuses(line: str, num_samples: int) -> None:
 
 
 def test_a_rank_without_a_sample_decides_as_the_others_do() -> None:
-    per_rank = testing.run_ranks(loss_jobs.try_losses, 3, "mlp", "dp=3", ["contrastive", "mean_square"], 2)
+    per_rank = testing.run_ranks(loss_jobs.try_losses, 3, "mlp", "dp=3,batch=split", ["contrastive", "mean_square"], 2)
     assert per_rank[0] == per_rank[1] == per_rank[2]
     assert "is not a mean over samples" in per_rank[0][0][0]
     assert per_rank[0][1][0] == ""
@@ -89,11 +89,11 @@ def test_a_model_that_mixes_samples_is_named() -> None:
     assert tp[0] == ""
 
 
-@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0B", "tp=2"])
+@pytest.mark.parametrize("line", ["dp=2,batch=split", "dp=2,zero=3,whole_below=0B,batch=split", "dp=2,zero=1", "tp=2"])
 def test_the_fix_of_a_mixing_model_works(line: str) -> None:
     per_rank = testing.run_ranks(loss_jobs.try_losses, 2, "centred", line, ["mean_square"])
     assert all(found[0][0] == per_rank[0][0][0] for found in per_rank)
-    assert bool(per_rank[0][0][0]) == ("dp" in line)
+    assert bool(per_rank[0][0][0]) == ("batch=split" in line)
 
 
 @pytest.mark.parametrize("line", ["single,micro_batches=2", "dp=2"])

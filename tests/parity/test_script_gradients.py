@@ -44,7 +44,7 @@ def test_gradients_that_a_loss_takes_of_outputs_are_tried_where_ranks_hold_parts
     wanted = jobs.plain_steps("each", "none")
     for found in testing.run_ranks(jobs.steps, 2, plan, "each", "none"):
         assert found["losses"] == pytest.approx(wanted["losses"], rel=FLOAT64)
-    for outcome in testing.run_outcomes(jobs.steps, 2, plan, "all", "none"):
+    for outcome in testing.run_outcomes(jobs.steps, 2, f"{plan},batch=split", "all", "none"):
         assert "is not a mean over samples" in str(outcome.error)
 
 

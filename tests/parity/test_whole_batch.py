@@ -62,7 +62,7 @@ def test_an_own_loop_is_one_device_s_without_a_weight(line: str, loop: str) -> N
 
 @pytest.mark.parametrize("kind", ["Contrast", "Centred"])
 def test_a_batch_that_is_cut_is_refused_with_it_as_the_fix(kind: str) -> None:
-    for outcome in testing.run_outcomes(jobs.train, 2, kind, "dp=2,zero=1"):
+    for outcome in testing.run_outcomes(jobs.train, 2, kind, "dp=2,zero=1,batch=split"):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "batch=whole" in str(outcome.error.fix)
 

@@ -202,7 +202,8 @@ def refuse_embeddings_that_count(module: nn.Module, plan: Plan) -> None:
             raise ApplyError(
                 f"embedding '{name}' divides gradients by how often an id is in the batch (scale_grad_by_freq), and the plan "
                 f"'{plan}' cuts the batch into parts that would each count only their own ids",
-                fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (tp, pp with micro_batches=1)",
+                fix="use scale_grad_by_freq=False, or a plan that leaves the batch whole (batch=whole; tp, pp with "
+                "micro_batches=1)",
             )
         cut = max(shares, plan.dp) * plan.micro_batches > 1 or plan.micro_batch_size is not None
         if child.max_norm is not None and (cut or plan.pp > 1):
