@@ -50,6 +50,20 @@ class Centred(nn.Module):
         return {"loss": (out - y[:, :3]).square().mean() + 0.1 * out.std(0).sum(), "left": out}
 
 
+class Noisy(nn.Module):
+    """Noise whenever it runs, in an order that the batch decides, and samples that see one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = torch.relu(self.up(x))
+        h = h + 0.3 * torch.randn_like(h)[h.sum(1).argsort()]
+        out = self.down(h / (1.0 + h.var(0, unbiased=False)))
+        return {"loss": (out - y[:, :3]).square().mean(), "left": out}
+
+
 class OwnBackward(nn.Module):
     """A forward that runs backward by itself."""
 
@@ -63,7 +77,7 @@ class OwnBackward(nn.Module):
         return self.up(x) - y[:, :3]
 
 
-KINDS = {kind.__name__: kind for kind in (Contrast, Centred, OwnBackward)}
+KINDS = {kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward)}
 
 
 def build(kind: str) -> nn.Module:
@@ -186,10 +200,10 @@ def shares(kind: str, line: str, sizes: tuple[int, ...], change: str = "") -> di
     for step in range(STEPS):
         whole = batch(step, sum(sizes))
         given = {name: tensor.split(list(sizes))[share] for name, tensor in whole.items()} if sizes[share] else None
-        if change not in ("", "loop") and share and step == STEPS - 1:
+        if change == "always" or (change not in ("", "loop") and share and step == STEPS - 1):
             given = changed(given, change)
         losses.append(model.step(given).loss)
-    found = {"losses": losses, "state": model.full_state_dict(), "place": (model.dp_rank, model.dp_size)}
+    found = {"losses": losses, "state": model.full_state_dict(), "reasons": model.plan.reasons}
     if change == "loop":
         whole = batch(0)
         model.backward(model(**whole)["loss"], weight=len(whole["x"]))
