@@ -71,6 +71,31 @@ def test_own_loops_are_told_of_it() -> None:
         assert any("could not be tried out" in reason for reason in found["reasons"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("rolled", (1, 1)), ("mined", (2, 2)), ("whitened", (4, 4)), ("whitened", (6, 2))]
+)
+def test_what_shares_alone_do_not_show_is_shown_by_all_ranks(kind: str, sizes: tuple[int, int]) -> None:
+    losses, _, state = jobs.plainly(kind, count=sum(sizes))
+    for found in testing.run_ranks(jobs.shares, 2, kind, "dp=2,zero=1", sizes):
+        assert found["losses"] == pytest.approx(losses, rel=FLOAT64)
+        for name, value in state.items():
+            torch.testing.assert_close(found["state"][name], value, rtol=FLOAT64, atol=1e-13)
+
+
+def test_rows_are_gathered_between_joined_steps() -> None:
+    for found in testing.run_ranks(jobs.gather_between, 2, "dp=2,zero=3,whole_below=0"):
+        for own, wanted in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(own, wanted, rtol=FLOAT64, atol=1e-13)
+
+
+def test_a_loss_may_gather_rows_by_itself() -> None:
+    losses, state = jobs.gather_in_loss("single")
+    for found_losses, found in testing.run_ranks(jobs.gather_in_loss, 3, "dp=3"):  # shares of 3, 2 and 2
+        assert found_losses == pytest.approx(losses, rel=FLOAT64)
+        for name, value in state.items():
+            torch.testing.assert_close(found[name], value, rtol=FLOAT64, atol=1e-13)
+
+
 def test_an_own_loop_afterwards_is_refused() -> None:
     for outcome in testing.run_outcomes(jobs.shares, 2, "Contrast", "dp=2", (4, 3), "loop"):
         assert isinstance(outcome.error, mw.ApplyError)

@@ -73,7 +73,7 @@ class FirstBatch:
         batch = self._shares.of_step(batch)
         parts = self._micro_batches(batch)
         try:
-            with self._shares.in_reserve():
+            with self._shares.in_reserve(batch):
                 self._prepare(parts, evaluates=evaluates)
         except ApplyError as error:
             batch = self._shares.after(error, batch)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.comm.functional import all_gather_along
 from meshwright.errors import ApplyError, ConfigError
+from meshwright.run.model_collectives import module_of
 
 if TYPE_CHECKING:
     from meshwright.run.parallel_model import ParallelModel
 
 __all__: list[str] = []
+
+_TRIALS = ("meshwright.run.losses.trial", "meshwright.run.draw_trials")
 
 
 def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
@@ -27,7 +32,8 @@ def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
         model: What `apply_plan` returned.
 
     Returns:
-        [rows of all ranks, ...]; `tensor` itself where one rank has the whole batch.
+        [rows of all ranks, ...]; `tensor` itself where one rank has the whole batch, as a loss has where ranks
+        join their shares.
 
     Raises:
         ConfigError: It is no tensor, or one without dims.
@@ -42,7 +48,7 @@ def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
     if tensor.dim() == 0:
         raise ConfigError("gather_batch was given a tensor without dims", fix="give it one row for each sample")
     group = model.engine.group
-    if model.engine.num_shares == 1:
+    if model.engine.num_given_shares == 1 or _has_all_rows(model, sys._getframe(1)):
         return tensor
     mine = [
         tensor.shape[0],
@@ -59,3 +65,19 @@ def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
             fix="compute the tensor alike on every rank, from rows of one shape",
         )
     return all_gather_along(tensor, group, dim=0, sizes=[rows for rows, *_ in told])
+
+
+def _has_all_rows(model: ParallelModel, caller: FrameType) -> bool:
+    """Tell whether code has all rows that there are: on trial, which each rank does for itself, or in a step on joined shares.
+
+    What a script computes between steps is of its share, in each case.
+    """
+    joins, frame = bool(model.engine.joins_shares), caller.f_back
+    while frame is not None:
+        module, name = module_of(frame), frame.f_code.co_name
+        if module.startswith(_TRIALS) or name == "try_term":
+            return True
+        if joins and module == "meshwright.run.step" and name in ("step", "evaluate"):
+            return True
+        frame = frame.f_back
+    return False

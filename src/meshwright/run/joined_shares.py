@@ -57,7 +57,7 @@ class JoinedShares:
         """
         if not self._engine.joins_shares:
             return batch
-        joined, obstacle = self._join(batch)
+        joined, obstacle, _ = self._join(batch)
         if obstacle:
             raise ApplyError(
                 f"this plan's dp ranks join their shares of each batch, since {self._engine.joins_shares}; these cannot be "
@@ -67,13 +67,19 @@ class JoinedShares:
         return joined
 
     @contextlib.contextmanager
-    def in_reserve(self) -> Iterator[None]:
-        """Run the first batch's trials: those that show nothing ask for a whole batch, where ranks may join their shares."""
-        self._rule.asks_for_whole = self._is_allowed and not self._engine.takes_whole_batch and not self._could_not
+    def in_reserve(self, batch: Any) -> Iterator[None]:
+        """Run the trials of this share: those that show nothing ask for a whole batch, where ranks may join their shares."""
+
+        def join() -> tuple[Any, list[int]] | None:
+            joined, obstacle, counts = self._join(batch)
+            return None if obstacle else (joined, counts)
+
+        is_possible = self._is_allowed and not self._engine.takes_whole_batch and not self._could_not
+        self._rule.join = join if is_possible else None
         try:
             yield
         finally:
-            self._rule.asks_for_whole = False
+            self._rule.join = None
 
     def after(self, error: ApplyError, batch: Any) -> Any:
         """Have ranks take whole batches from now on, and return this one whole; every rank calls it.
@@ -90,7 +96,7 @@ class JoinedShares:
         engine, rule = self._engine, self._rule
         if error is not rule.refusal or not self._is_allowed or engine.takes_whole_batch:
             raise error
-        joined, obstacle = self._join(batch)
+        joined, obstacle, _ = self._join(batch)
         self._could_not = bool(obstacle)
         if obstacle and rule.is_in_doubt:
             return batch
@@ -114,20 +120,20 @@ class JoinedShares:
             fix=_FIX,
         )
 
-    def _join(self, batch: Any) -> tuple[Any, str]:
-        """Return all ranks' shares as one batch, or why there is none; the same on every rank."""
+    def _join(self, batch: Any) -> tuple[Any, str, list[int]]:
+        """Return all ranks' shares as one batch, or why there is none, and the samples of each; the same on every rank."""
         group, everyone = self._engine.group, self._engine.everyone
         device = group.message_device(self._engine.device)
         with group.ledger.of_checks():
             told = group.all_gather_json(self._told(batch), device=device)
             obstacles = everyone.all_gather_json(_obstacle(told, group.ranks), device=device)
             if obstacle := next(filter(None, obstacles), ""):
-                return None, obstacle
+                return None, obstacle, []
             form = next(row["form"] for row in told if row["count"])
             tree = batch if self._splitter.count(batch) else self._example(form)
             parts = group.all_gather_uneven(_bytes_of(tree).to(device))
-        columns = _columns(form, [row["count"] for row in told], parts)
-        return with_attributes(map_tensors(tree, _Joined(columns)), tree), ""
+        counts = [row["count"] for row in told]
+        return with_attributes(map_tensors(tree, _Joined(_columns(form, counts, parts))), tree), "", counts
 
     def _told(self, batch: Any) -> dict[str, Any]:
         """Return the samples and the form of this rank's share as JSON; the form of the last one where it has none now."""

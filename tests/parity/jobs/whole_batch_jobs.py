@@ -64,6 +64,26 @@ class Noisy(nn.Module):
         return {"loss": (out - y[:, :3]).square().mean(), "left": out}
 
 
+class Compared(nn.Module):
+    """A loss of which a share alone shows nothing: of one sample, of samples without a pair, of too few for their covariance."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.up = way, nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.up(x)
+        if self.way == "rolled":
+            loss = (h - y.roll(1, 0)[:, :4]).square().mean()
+        elif self.way == "mined":
+            apart = torch.arange(len(h)).remainder(2)  # the pairs that count are two samples apart
+            pairs = (apart[:, None] == apart) & ~torch.eye(len(h), dtype=torch.bool)
+            loss = (torch.cdist(h, h + 1e-3) * pairs).sum() / pairs.sum().clamp(min=1)
+        else:
+            loss = -torch.linalg.cholesky(torch.cov(h.T, correction=0)).diagonal().log().sum()
+        return {"loss": loss, "left": h}
+
+
 class OwnBackward(nn.Module):
     """A forward that runs backward by itself."""
 
@@ -77,7 +97,8 @@ class OwnBackward(nn.Module):
         return self.up(x) - y[:, :3]
 
 
-KINDS = {kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward)}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward)}
+KINDS |= {way: functools.partial(Compared, way) for way in ("rolled", "mined", "whitened")}
 
 
 def build(kind: str) -> nn.Module:
@@ -116,13 +137,15 @@ def as_sum(outputs: Any, given: Any) -> mw.Loss:
 LOSSES = {"own": None, "own_loss": own_loss, "as_sum": as_sum, "squares": squares}
 
 
-def plainly(kind: str, steps: int = STEPS) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
+def plainly(
+    kind: str, steps: int = STEPS, count: int = NUM_SAMPLES
+) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
     """Return losses, gradients of each step and the state after a plain loop."""
     module, losses, gradients = build(kind), [], []
     optimizer, draws = sgd(module.parameters()), PlainDraws(0, None)
     for step in range(steps):
-        with draws(step, module, batch(step)):
-            loss = module(**batch(step))["loss"]
+        with draws(step, module, batch(step, count)):
+            loss = module(**batch(step, count))["loss"]
             loss.backward()
         gradients.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
         losses.append(loss.item())
@@ -209,6 +232,33 @@ def shares(kind: str, line: str, sizes: tuple[int, ...], change: str = "") -> di
         model.backward(model(**whole)["loss"], weight=len(whole["x"]))
         model.optimizer.step()
     return found
+
+
+def gather_between(line: str) -> list[Tensor]:
+    """Gather outputs of an evaluation between steps on joined shares."""
+    model, found = mw.apply_plan(functools.partial(build, "Contrast"), line, optimizer=sgd), list[Tensor]()
+    for step in range(2):
+        model.step(mw.split_batch(batch(step), model))
+        model.eval()
+        with torch.no_grad():
+            found.append(mw.gather_batch(model(**mw.split_batch(batch(9), model))["left"], model))
+        with model.whole_parameters(), torch.no_grad():
+            found.append(model.module(**batch(9))["left"])
+        model.train()
+    return found
+
+
+def gather_in_loss(line: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Train on a loss that gathers by itself."""
+    models = list[mw.ParallelModel]()
+
+    def gathered_loss(outputs: Any, given: Any) -> Tensor:
+        left = mw.gather_batch(outputs["left"], models[0])
+        return (left @ left.T).square().mean()
+
+    models.append(mw.apply_plan(functools.partial(build, "Contrast"), line, loss_fn=gathered_loss, optimizer=sgd))
+    losses = [models[0].step(mw.split_batch(batch(step), models[0])).loss for step in range(STEPS)]
+    return losses, models[0].full_state_dict()
 
 
 def changed(given: Any, change: str) -> Any:

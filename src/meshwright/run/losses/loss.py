@@ -101,9 +101,16 @@ class LossRule:
         """Whether parameters are too large for trials of gradients."""
         self.refusal: ApplyError | None = None
         """Why parts of the first batch are refused; the same on every rank."""
-        self.is_in_doubt = self.asks_for_whole = False
-        """Whether ranks may join their shares to a whole batch, where nothing shows that parts do."""
+        self.is_in_doubt = False
+        """Whether they are refused since nothing shows what they give."""
+        self.join: Callable[[], tuple[Any, list[int]] | None] | None = None
+        """Returns the first batch of all ranks and the samples of each, or None; every rank calls it. None: not to be joined."""
         self._is_in_turn = False
+
+    @property
+    def asks_for_whole(self) -> bool:
+        """Whether ranks may join their shares to a whole batch, where nothing shows that parts do."""
+        return self.join is not None
 
     @property
     def told(self) -> tuple[str, ...]:

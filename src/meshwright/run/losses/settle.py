@@ -17,10 +17,10 @@ from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
-from meshwright.run.losses.trial_forward import DRAWS
+from meshwright.run.losses.trial_forward import DRAWS, RAISED
 from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import apart_error, own_generator_error, refusal_of
-from meshwright.run.losses.trials import Evidence, Proofs, examine
+from meshwright.run.losses.trials import NOT_FINITE, Evidence, Proofs, examine
 from meshwright.run.losses.weights import Counted, Guard
 from meshwright.run.losses.widened import has_low
 from meshwright.trees import move_to, tensors_in
@@ -83,8 +83,10 @@ def settle_loss(
     if written is not None and is_cut:
         raise written  # of the first batch alone: whole batches from then on would cost much for it
     decision = decide(seen, is_given=rule.is_given)
+    if is_cut and rule.refuses and decision.error is None and rule.join is not None and shows_nothing(seen):
+        decision = _decide_by_shares(rule, engine, splitter, rule.join(), decision, casts=casts)
     if decision.error is not None and is_cut and rule.refuses:
-        raise rule.refused(decision.error)
+        raise rule.refused(decision.error, is_in_doubt=decision.is_in_doubt)
     kept = next((f"{evidence.kept} (rank {rank})" for rank, evidence in seen if evidence.kept), "")
     if kept and is_cut and rule.refuses and engine.num_shares * engine.num_replicas > 1:
         raise rule.refused(apart_error(kept))
@@ -136,20 +138,22 @@ def look_at_share(
     parts: Sequence[Any],
     *,
     is_cut: bool = False,
+    counts: Sequence[int] = (),
     casts: torch.dtype | None = None,
 ) -> Evidence | None:
-    """Return the evidence of this rank's share; None where it has no sample."""
-    share = enough_samples(parts, splitter)
+    """Return the evidence of this rank's share, or of a batch with parts of `counts` samples; None where there is no sample."""
+    share = parts[0] if counts else enough_samples(parts, splitter)
     module = _uncompiled(engine.module)
     term, has_room = _Term(rule, engine.device), _has_room(engine)
     rule.has_untried_slopes = is_cut and not has_room
     # Each rank can run the model alone, or with others' parts of it.
     is_whole = not engine.is_prepared or engine.copies == 1
-    proofs = Proofs(are_wanted=is_cut and is_whole and has_room, changes=lambda: rule.changes)
+    proofs = Proofs(are_wanted=is_cut and is_whole and has_room and not counts, changes=lambda: rule.changes)
     trials = None
     if share is not None:
         digits = {"casts": casts, "is_wide": is_whole and has_room and has_low(engine.parameters, share)}
-        trials = examine(share, module, splitter, splits_by_row=splitter.splits_by_row, proofs=proofs, **digits)
+        options = {"splits_by_row": splitter.splits_by_row, "counts": counts, "proofs": proofs}
+        trials = examine(share, module, splitter, **options, **digits)
     is_noted = not engine.buffers_changed()
     if engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
         found = run_together(engine, module, trials, term)
@@ -159,7 +163,7 @@ def look_at_share(
         engine.note_buffers()  # trials have put them back
     if found is None and parts:
         return Evidence(obstacle="the first share has one sample only, and split= cuts batches")
-    return found
+    return None if found is None else dataclasses.replace(found, num_samples=sum(map(splitter.count, parts)))
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
@@ -181,6 +185,7 @@ class _Decision:
     guards: tuple[Guard, ...] = ()
     reasons: tuple[str, ...] = ()
     error: ApplyError | None = None
+    is_in_doubt: bool = False
 
 
 def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision:
@@ -215,6 +220,63 @@ def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision
         return _Decision(counted=counted, reasons=(reason,) if reason else (), guards=_guards(able, only_untried=True))
     counted = min(fitting, key=lambda counted: _preference(counted, is_given=is_given))
     return _Decision(counted=counted, guards=_guards(able, only_untried=False))
+
+
+def shows_nothing(seen: Sequence[tuple[int, Evidence]]) -> bool:
+    """Tell whether no rank's share has shown what parts give: one sample, losses of 0, or code that failed on some of it."""
+    if any(evidence.is_sum for _, evidence in seen):
+        return False
+    failed = (RAISED, NOT_FINITE)
+    return all(
+        evidence.num_samples < _FEW or evidence.is_zero
+        if evidence.obstacle is None
+        else evidence.obstacle.startswith(failed)
+        for _, evidence in seen
+    )
+
+
+def _decide_by_shares(
+    rule: LossRule,
+    engine: Engine,
+    splitter: BatchSplitter,
+    batch: tuple[Any, list[int]] | None,
+    before: _Decision,
+    *,
+    casts: torch.dtype | None,
+) -> _Decision:
+    """Return what the first batch of all ranks beside their shares shows, where the shares by themselves do not.
+
+    Args:
+        rule: The loss.
+        engine: The strategy.
+        splitter: How batches are counted and cut.
+        batch: All samples, and how many each share has; None where they cannot be joined.
+        before: What shares have shown.
+        casts: What autocast makes of a step.
+    """
+    counts = [] if batch is None else [count for count in batch[1] if count]
+    if batch is None or len(counts) < _FEW:
+        return before
+    whole = [move_to(batch[0], engine.device)]
+    with engine.group.ledger.of_checks():
+        evidence = look_at_share(rule, engine, splitter, whole, is_cut=True, counts=counts, casts=casts)
+    seen = seen_by_all(engine, evidence)
+    found = decide(seen, is_given=rule.is_given)
+    if found.error is not None:
+        return found
+    failed = next((evidence for _, evidence in seen if evidence.has_whole), None)
+    if failed is not None:
+        error = ApplyError(
+            f"shares of the first batch could not be tried: {failed.obstacle}, and the whole batch has a loss"
+        )
+        return _Decision(error=error, is_in_doubt=True)
+    if all(evidence.is_zero for _, evidence in seen):
+        zero = (
+            "loss: it is 0 over the whole first batch, so that nothing shows whether parts of a batch give one device's; where "
+            f"it compares samples with each other (mined triplets), leave the batch whole: {WHOLE_BATCH}"
+        )
+        return dataclasses.replace(before, reasons=(*before.reasons, zero))
+    return before if any(evidence.obstacle for _, evidence in seen) else found
 
 
 def _preference(counted: Counted, *, is_given: bool) -> tuple[bool, bool]:

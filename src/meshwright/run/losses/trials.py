@@ -26,6 +26,8 @@ from meshwright.trees import map_tensors
 
 __all__: list[str] = []
 
+NOT_FINITE = "it is"
+"""How the obstacle of a trial begins whose loss is no finite number."""
 NUM_PARTS = 3
 """Parts that the first batch is tried in [count]."""
 _TOLERANCES = {torch.float64: (2e-7, 2e-6), torch.float32: (4e-6, 1e-4)}
@@ -42,6 +44,12 @@ class Evidence:
     """Findings of one rank; plain values, since ranks exchange them."""
 
     obstacle: str | None = None
+    has_whole: bool = False
+    """Whether parts of the share alone have an obstacle, and the share has a loss."""
+    num_samples: int = 0
+    """Samples that this rank has for trials; they take one twice [count]."""
+    is_zero: bool = False
+    """Whether the losses of the share and of its parts are 0, of which all means are alike."""
     is_sum: bool = False
     """Whether loss_fn returned a Loss."""
     tolerance: float = 0.0
@@ -91,6 +99,7 @@ def examine(
     splitter: BatchSplitter,
     *,
     splits_by_row: bool,
+    counts: Sequence[int] = (),
     proofs: Proofs | None = None,
     casts: torch.dtype | None = None,
     is_wide: bool = False,
@@ -102,11 +111,12 @@ def examine(
         module: The model, for the dtypes that it computes in.
         splitter: Counts and cuts batches.
         splits_by_row: Whether dim 0 is the sample in every tensor.
+        counts: Samples of the parts to try; none: even ones [count].
         proofs: What is tried beside the loss.
         casts: What autocast makes of a step; trials run without it where the code can.
         is_wide: Whether they run in float32, where the model or the batch has fewer digits.
     """
-    parts = splitter.cut(share, min(NUM_PARTS, splitter.count(share)))
+    parts = split_samples(share, counts) if counts else splitter.cut(share, min(NUM_PARTS, splitter.count(share)))
     first = TrialForward(share, False, is_wide=is_wide)
     whole, like, end = yield from _try_whole(first, parts, casts)
     if end is not None:
@@ -119,10 +129,11 @@ def examine(
     outcomes = yield [dataclasses.replace(like, batch=part) for part in parts]
     obstacle = next((outcome.obstacle for outcome in outcomes if outcome.obstacle is not None), None)
     if obstacle is not None:
-        return Evidence(obstacle=obstacle)
+        return Evidence(obstacle=obstacle, has_whole=True)
     counts = [splitter.count(part) for part in parts]
     found = Evidence(
         is_sum=whole.weight is not None,
+        is_zero=not any(outcome.value for outcome in (whole, *outcomes)),
         tolerance=_tolerance(module, whole, noise),
         numbers=_describe(whole, outcomes, counts),
         is_total=gap_of(whole.value, [o.value for o in outcomes], [1.0] * len(parts), divide=False) < _LOW_PARAMETERS,
@@ -220,7 +231,7 @@ def _try_whole(
     if whole.obstacle == DRAWS and whole.weight is not None:
         return whole, like, Evidence(is_sum=True)  # it says itself what it counts
     if whole.obstacle is not None or not math.isfinite(whole.value):
-        return whole, like, Evidence(obstacle=whole.obstacle or f"it is {whole.value}")
+        return whole, like, Evidence(obstacle=whole.obstacle or f"{NOT_FINITE} {whole.value}")
     return whole, like, None
 
 
