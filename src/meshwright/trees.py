@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -71,6 +72,8 @@ def like_mapping(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     # A ModelOutput-like class is a mapping and takes its entries as keywords; a dict takes them as one argument.
     if dataclasses.is_dataclass(example):
         return type(example)(**values)
+    if isinstance(example, collections.defaultdict):
+        return type(example)(example.default_factory, values)
     return type(example)(values)  # pyright: ignore[reportCallIssue]
 
 

@@ -114,7 +114,7 @@ def test_shares_of_other_forms_are_refused_on_every_rank(change: str, text: str)
         assert text in outcome.error.message
 
 
-@pytest.mark.parametrize("form", ["class", "pair", "twice"])
+@pytest.mark.parametrize("form", ["class", "default", "pair", "twice"])
 def test_batches_of_other_forms_are_joined(form: str) -> None:
     wanted = jobs.train_noted(form, "plain")
     for found in testing.run_ranks(jobs.train_noted, 2, form, "dp=2,zero=1"):
@@ -142,3 +142,22 @@ def test_a_checkpoint_goes_on_under_another_plan(line: str, other: str, tmp_path
         assert found["losses"] == pytest.approx(losses[1:], rel=FLOAT64)
         for own, wanted in zip(found["gradients"], gradients[1:], strict=True):
             torch.testing.assert_close(own["scale"], wanted["scale"], rtol=FLOAT64, atol=1e-13)
+
+
+@pytest.mark.parametrize("rng", ["global", "torch"])
+def test_scripts_go_on_drawing_apart_for_their_shares(rng: str) -> None:
+    first, second = testing.run_ranks(jobs.drawn_between, 2, "dp=2", rng)
+    for own, other in zip(first, second, strict=True):
+        assert all(one != two for one, two in zip(own, other, strict=True)), (own, other)
+
+
+def test_lists_that_may_be_by_sample_are_refused() -> None:
+    for outcome in testing.run_outcomes(jobs.train_listed, 2, "dp=2"):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
+        assert "may be one a sample" in "".join(outcome.error.__notes__)
+
+
+def test_a_loss_of_the_model_s_own_that_draws_in_evaluation_is_tried() -> None:
+    for found in testing.run_ranks(jobs.shares, 2, "Paired", "dp=2", (4, 3)):
+        assert_one_device_s(found, "Paired")
+        assert any("the model's own loss is not a mean over samples" in reason for reason in found["reasons"])

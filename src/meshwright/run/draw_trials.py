@@ -351,7 +351,11 @@ class DrawTrials:
             return False
         mixes = any(own.kind == "randperm" and own.dim is not None for own in dims.values())
         is_proven = not mixes and are_parts(whole[0], pieces)  # samples in a drawn order may change nothing this time
-        found.losses = losses_of(whole[0], pieces) if is_proven else None
+        weights = [
+            own.num_samples if self._weigh is None else self._weigh(part)
+            for own, (part, _) in zip(pieces, placed, strict=True)
+        ]
+        found.losses = losses_of(whole[0], pieces, weights) if is_proven else None
         return is_proven
 
 

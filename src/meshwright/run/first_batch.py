@@ -82,6 +82,7 @@ class FirstBatch:
         self._begin_again()
         parts = self._micro_batches(batch)
         self._prepare(parts, evaluates=evaluates)
+        self.sentinels.give_back_draws()
         return batch, parts
 
     def _begin_again(self) -> None:

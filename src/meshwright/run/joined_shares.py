@@ -141,7 +141,7 @@ class JoinedShares:
         if not count:
             return {"count": 0, "form": None if self._last is None else self._last[0]}
         try:
-            form = _form_of(batch)
+            form = _form_of(batch, count)
             if getattr(batch, "num_samples", None) is not None:
                 return {"count": count, "obstacle": "the batch itself says how many samples it has (num_samples)"}
             count_samples(batch)
@@ -158,8 +158,8 @@ class JoinedShares:
 # -- forms ----------------------------------------------------------------------------------------------------------------
 
 
-def _form_of(tree: Any) -> list[Any]:
-    """Return the form of a batch as JSON, numbers without dims among it: [kind, ...].
+def _form_of(tree: Any, count: int) -> list[Any]:
+    """Return the form of a batch of so many samples as JSON, numbers without dims among it: [kind, ...].
 
     Raises:
         ApplyError: It holds what cannot be joined.
@@ -167,12 +167,17 @@ def _form_of(tree: Any) -> list[Any]:
     if isinstance(tree, torch.Tensor):
         return _form_of_tensor(tree)
     if isinstance(tree, Mapping):
-        return ["mapping", _class_name(tree), [[_key(key), _form_of(value)] for key, value in tree.items()]]
+        return ["mapping", _class_name(tree), [[_key(key), _form_of(value, count)] for key, value in tree.items()]]
     if isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence):
-        return ["items", _class_name(tree), [_form_of(item) for item in tree]]
+        items = [_form_of(item, count) for item in tree]
+        if isinstance(tree, list) and len(tree) == count and all(kind == "value" for kind, *_ in items):
+            raise ApplyError(
+                f"a batch of {count} samples holds a list of {count} numbers or texts, which may be one a sample"
+            )
+        return ["items", _class_name(tree), items]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in dataclasses.fields(tree) if field.init]
-        return ["mapping", _class_name(tree), [[name, _form_of(getattr(tree, name))] for name in names]]
+        return ["mapping", _class_name(tree), [[name, _form_of(getattr(tree, name), count)] for name in names]]
     if type(tree) not in LEAVES:
         raise ApplyError(f"a batch holds a {type(tree).__name__}")
     return ["value", _class_name(tree), tree if type(tree) in (int, float, bool, str, type(None)) else repr(tree)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -97,7 +100,19 @@ class OwnBackward(nn.Module):
         return self.up(x) - y[:, :3]
 
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward)}
+class Paired(nn.Module):
+    """A loss of its own over all pairs of samples, and noise by sample whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        left = self.left(x) + 0.1 * torch.randn(len(x), 4, dtype=x.dtype)
+        return {"loss": F.cross_entropy(left @ self.right(y).T, torch.arange(len(x))), "left": left}
+
+
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward, Paired)}
 KINDS |= {way: functools.partial(Compared, way) for way in ("rolled", "mined", "whitened")}
 
 
@@ -272,6 +287,45 @@ def changed(given: Any, change: str) -> Any:
     return {**given, "x": given["x"].clone().requires_grad_()}
 
 
+class Shaken(Contrast):
+    """Contrast with numbers of Python's generator."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return super().forward(x * (1 + 0.01 * random.random()), y)
+
+
+def drawn_between(line: str, rng: str) -> list[list[float]]:
+    """Return what a script draws after each step: by torch's generator, Python's and NumPy's."""
+    rank = join_world().rank
+    random.seed(rank)
+    np.random.seed(rank)
+    model = mw.apply_plan(lambda: Shaken().double(), line, optimizer=sgd, rng=rng)
+    found: list[list[float]] = []
+    for step in range(STEPS):
+        model.step(mw.split_batch(batch(step), model))
+        found.append([torch.rand(()).item(), random.random(), np.random.rand()])
+    return found
+
+
+def listed(step: int) -> tuple[dict[str, Any], ...]:
+    """Return the shares of two ranks, with a list of as many numbers as samples in each."""
+    return tuple({**part, "names": ["a", "a", "a"]} for part in split_samples(batch(step, 6), [3, 3]))
+
+
+class Listed(Contrast):
+    """Contrast, whose loss counts what it is given a list of."""
+
+    def forward(self, x: Tensor, y: Tensor, names: list[str]) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = super().forward(x, y)
+        return {"loss": found["loss"] * len(names), "left": found["left"]}
+
+
+def train_listed(line: str) -> None:
+    """Step on shares with a list of texts beside."""
+    model = mw.apply_plan(lambda: Listed().double(), line, optimizer=sgd)
+    model.step(listed(0)[model.dp_rank])
+
+
 class Named(dict[str, Tensor]):
     """A batch of a class of its own."""
 
@@ -298,7 +352,8 @@ def noted(form: str, step: int) -> tuple[Any, ...]:
     whole["flags"] = torch.arange(NUM_SAMPLES) % 2 == 0
     if form == "twice":
         whole["y"] = whole["x"]
-    made = Named(whole) if form == "class" else whole
+    kinds = {"class": Named, "default": functools.partial(collections.defaultdict, list)}
+    made = kinds.get(form, dict)(whole)
     parts = split_samples(made, [4, 3])
     if form == "pair":
         return tuple(

@@ -19,7 +19,7 @@ from meshwright.run.losses.trial_writes import apart_error
 __all__: list[str] = []
 
 Tried = list[Any] | None
-"""The loss of a share, (loss, samples) of each of its parts, and the differences of `_differences`; None: nothing is shown."""
+"""The loss of a share, (loss, its weight) of each of its parts, and the differences of `_differences`; None: nothing is shown."""
 
 _FINE = (torch.float64, torch.float32)
 
@@ -28,7 +28,6 @@ class Drawn(Protocol):
     """A trial of a batch with random numbers by place."""
 
     loss: float
-    num_samples: int
     outputs: list[Tensor]
 
     @property
@@ -37,8 +36,8 @@ class Drawn(Protocol):
         ...
 
 
-def losses_of(whole: Drawn, pieces: Sequence[Drawn]) -> Tried:
-    """Return the losses of a share and of its parts, whose outputs are those of the share.
+def losses_of(whole: Drawn, pieces: Sequence[Drawn], weights: Sequence[float]) -> Tried:
+    """Return the losses of a share and of its parts, whose outputs are those of the share, with what means over parts count.
 
     None for a loss that draws by itself, is not finite, or comes from coarse numbers.
     """
@@ -46,7 +45,8 @@ def losses_of(whole: Drawn, pieces: Sequence[Drawn]) -> Tried:
     dtypes = {tensor.dtype for tensor in whole.outputs if tensor.is_floating_point()}
     if draws or not dtypes <= {*_FINE} or not all(math.isfinite(one.loss) for one in (whole, *pieces)):
         return None
-    return [whole.loss, [[piece.loss, piece.num_samples] for piece in pieces], *_differences(whole.outputs, dtypes)]
+    terms = [[piece.loss, weight] for piece, weight in zip(pieces, weights, strict=True)]
+    return [whole.loss, terms, *_differences(whole.outputs, dtypes)]
 
 
 def _differences(outputs: Sequence[Tensor], dtypes: Set[torch.dtype]) -> tuple[float, float]:
@@ -98,7 +98,7 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
     Raises:
         ApplyError: It is no mean over samples.
     """
-    if not (rule.untried and rule.is_given and rule.refuses):
+    if not (rule.untried and rule.refuses):
         return
     is_shown = bool(told) and None not in told
     for whole, parts, least, most in [tried for tried in told if tried is not None]:
@@ -110,14 +110,15 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
             continue
         is_total = abs(sum(loss for loss, _ in parts) - whole) <= most * largest
         values = ", ".join(f"{loss:.6g}" for loss, _ in parts)
-        sizes = ", ".join(str(count) for _, count in parts)
+        sizes = ", ".join(f"{count:g}" for _, count in parts)
         kind = "a sum over samples, not their mean" if is_total else "not a mean over samples"
+        whose, how = ("what loss_fn returned", "") if rule.is_given else ("the model's own loss", "pass loss_fn=: ")
         error = ApplyError(
-            f"what loss_fn returned is {kind}: with the same random numbers it is {whole:.6g} over all samples of the first "
+            f"{whose} is {kind}: with the same random numbers it is {whole:.6g} over all samples of the first "
             f"batch, and {values} over parts of {sizes}, and this plan takes the batch part by part",
-            fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean"
+            fix=f"{how}return meshwright.Loss(loss, num_samples) from loss_fn, or the mean"
             if is_total
-            else "take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
+            else f"{how}take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
         )
         raise rule.refused(error)
     if is_shown:

@@ -113,9 +113,9 @@ class Sentinels:
         self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
 
     def take_whole_batches(self) -> None:
-        """Take note that dp ranks take whole batches from now on: they go on with the first rank's generators."""
+        """Take note that dp ranks take whole batches, and draw with the first one's generators until `give_back_draws`."""
         self._share_out()
-        self._common.draw_together(0, is_known=True)
+        self._common.draw_together(0)
 
     @property
     def is_watching(self) -> bool:
@@ -285,9 +285,13 @@ class Sentinels:
 
     def end_draws(self) -> None:
         """Give this rank its generator back, where it drew with those of another model's ranks; modules have run."""
-        self._common.give_back()
+        self.give_back_draws()
         if self.is_watching:
             self._settings.note()
+
+    def give_back_draws(self) -> None:
+        """Give this rank its generators back, where it drew with those of another rank, which has another share."""
+        self._common.give_back()
 
     def compare_early(self) -> None:
         """Compare what a script has set since the plan was applied; every rank calls it, before a first batch is looked at."""
