@@ -19,8 +19,8 @@ PLANS = ["dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=0", "dp=
 plainly = functools.cache(jobs.plainly)
 
 
-def assert_one_device_s(found: dict[str, Any], kind: str) -> None:
-    losses, gradients, state = plainly(kind)
+def assert_one_device_s(found: dict[str, Any], kind: str, change: str = "") -> None:
+    losses, gradients, state = plainly(kind, change)
     assert found["losses"] == pytest.approx(losses, rel=FLOAT64)
     for own, wanted in zip(found.get("gradients", []), gradients, strict=False):
         for name, gradient in wanted.items():
@@ -161,3 +161,19 @@ def test_a_loss_of_the_model_s_own_that_draws_in_evaluation_is_tried() -> None:
     for found in testing.run_ranks(jobs.shares, 2, "Paired", "dp=2", (4, 3)):
         assert_one_device_s(found, "Paired")
         assert any("the model's own loss is not a mean over samples" in reason for reason in found["reasons"])
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=0"])
+@pytest.mark.parametrize(
+    ("change", "text"), [("frozen", "of 'left.0.weight' was switched on rank(s) [1]"), ("replaced", "was replaced")]
+)
+def test_what_one_rank_changes_before_the_first_step_is_refused(line: str, change: str, text: str) -> None:
+    for outcome in testing.run_outcomes(jobs.early, 2, line, change, [1]):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
+        assert text in outcome.error.message
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])
+def test_what_all_ranks_freeze_before_the_first_step_stays_as_it_was(line: str) -> None:
+    for found in testing.run_ranks(jobs.early, 2, line, "frozen", [0, 1]):
+        assert_one_device_s(found, "Contrast", "frozen")

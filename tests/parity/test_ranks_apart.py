@@ -71,11 +71,40 @@ def test_hooks_and_attributes_of_the_users_classes_are_told_once(plan: str, act:
     assert words in told["findings"][0]
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "pp=2"])
+@pytest.mark.parametrize("act", ["hook", "layer hook"])
+def test_hooks_that_one_rank_registers_before_the_first_step_are_told_once(plan: str, act: str) -> None:
+    told = _same(jobs.train, plan, act, jobs.Net, False, 0)
+    assert told["kind"] is None
+    assert ["other hooks" in text for text in told["findings"]] == [True]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
+def test_what_one_rank_freezes_before_the_first_step_is_refused(plan: str) -> None:
+    told = _same(jobs.train, plan, "frozen", jobs.Net, False, 0)
+    assert told["kind"] == "ApplyError"
+    assert "requires_grad of 'head.bias' was switched on rank(s) [1] and not on the others of 2" in told["text"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_other_parameters_that_each_rank_freezes_are_refused(plan: str, step: int) -> None:
+    told = _same(jobs.train, plan, "frozen apart", jobs.Net, True, step)
+    assert told["kind"] == "ApplyError"
+    assert (
+        "requires_grad of 'blocks.0.up.bias' was switched on some ranks of 2 only: it is True on rank(s) [1]"
+        in told["text"]
+    )
+
+
 # A hook on every rank of a pipeline was told as another one on each: stages have other numbers of parameters.
 @pytest.mark.parametrize(
     ("plan", "act"),
     [
-        *(("dp=2", a) for a in ["nothing", "rate", "mode", "weight_decay", "scale", "hook", "data", "cleared"]),
+        *(
+            ("dp=2", a)
+            for a in ["nothing", "rate", "mode", "weight_decay", "scale", "hook", "data", "cleared", "frozen"]
+        ),
         ("pp=2", "layer hook"),
     ],
 )

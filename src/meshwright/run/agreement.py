@@ -52,6 +52,42 @@ def raise_first(reasons: Sequence[list[str] | None], own: ApplyError | None, ran
         )
 
 
+def refuse_switched(
+    group: Communicator,
+    device: torch.device,
+    switched: str | None,
+    held: Callable[[], dict[str, bool]],
+    *,
+    is_late: bool = False,
+) -> None:
+    """Refuse `requires_grad` that ranks have switched apart; every rank calls it, where any has switched some.
+
+    Args:
+        group: All ranks.
+        device: For the exchange.
+        switched: A parameter whose `requires_grad` was switched on this rank, or None.
+        held: Gives `requires_grad` by FQN of what this rank holds: ranks may hold different parameters.
+        is_late: Whether some ranks have run their forward without what others know.
+
+    Raises:
+        ApplyError: On every rank: it was switched on some ranks only, or otherwise.
+    """
+    rows = group.all_gather_json([switched, held()], device=device)
+    states: dict[str, bool] = {}
+    odd = [name for _, row in rows for name, state in row.items() if states.setdefault(name, state) != state]
+    if not odd and not is_late:
+        return  # all ranks that hold it agree, and all of them learn of it now
+    ranks = [group.ranks[index] for index, (name, _) in enumerate(rows) if name is not None]
+    if len(ranks) < group.size:
+        name = next(name for name, _ in rows if name is not None)
+        how = f"was switched on rank(s) {ranks} and not on the others of {group.size}"
+    else:
+        name = odd[0]
+        on = [group.ranks[index] for index, (_, row) in enumerate(rows) if row.get(name)]
+        how = f"was switched on some ranks of {group.size} only: it is True on rank(s) {on}"
+    raise ApplyError(f"requires_grad of '{name}' {how}", fix="switch it on every rank, between the same two steps")
+
+
 class Agreement:
     """Counts, flags and sayings of all ranks for one step, summed.
 
@@ -139,8 +175,9 @@ class Agreement:
             total = self._vector.tolist()
             if total[5]:
                 self._raise_broken()
-            if 0 < total[4] < self._group.size:
-                self._refuse_switched()
+            if total[4]:
+                is_late = total[4] < self._group.size and not self._knows_first
+                refuse_switched(self._group, self._device, self._switched, self._held, is_late=is_late)
             if 0 < total[6] < self._group.size and not self._knows_first:
                 self._refuse_moved()
             self._total = total
@@ -154,20 +191,6 @@ class Agreement:
     def _raise_broken(self) -> None:
         reasons = self._group.all_gather_json(told_of(self._broken), device=self._device)
         raise_first(reasons, self._broken, self._group.ranks)
-
-    def _refuse_switched(self) -> None:
-        if self._knows_first:
-            states: dict[str, bool] = {}
-            rows = self._group.all_gather_json(self._held(), device=self._device)
-            if all(states.setdefault(name, state) == state for row in rows for name, state in row.items()):
-                return  # all ranks that hold it agree, and all of them learn of it now
-        names = self._group.all_gather_json(self._switched, device=self._device)
-        ranks = [self._group.ranks[index] for index, name in enumerate(names) if name is not None]
-        name = next(name for name in names if name is not None)
-        raise ApplyError(
-            f"requires_grad of '{name}' was switched on rank(s) {ranks} and not on the others of {self._group.size}",
-            fix="switch it on every rank, between the same two steps",
-        )
 
     def _refuse_moved(self) -> None:
         """Refuse buffers that follow rank 0 from this step on, if a rank has already run its forward with its own."""

@@ -10,7 +10,7 @@ from meshwright.apply.model_guard import ModelGuard
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.ranks.allocator import memory_returned
-from meshwright.run.agreement import raise_first, told_of
+from meshwright.run.agreement import raise_first, refuse_switched, told_of
 from meshwright.run.autocast import Autocast
 from meshwright.run.diagnose import unchanged_draws
 from meshwright.run.global_draws import GlobalDraws
@@ -49,6 +49,11 @@ class FirstBatch:
     def _watch(self) -> None:
         raise NotImplementedError
 
+    def accept_switched(self) -> None:
+        """Follow a change of `requires_grad`, made on every rank."""
+        self._guard.accept_trainable()
+        self.engine.refresh_trainable()
+
     def prepare(self, batch: Any) -> None:
         """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
         self._ready(batch)
@@ -64,8 +69,14 @@ class FirstBatch:
 
     def refuse_early_change(self) -> None:
         """Refuse, on every rank, a model that was changed since the plan was applied, before it is looked at."""
-        broken, everyone = self._guard.find_change(), self.engine.everyone
-        raise_first(everyone.all_gather_json(told_of(broken), device=self.engine.device), broken, everyone.ranks)
+        engine, broken, switched = self.engine, self._guard.find_change(), self._guard.find_switched()
+        everyone, mine = engine.everyone, [told_of(broken), switched is not None]
+        rows = everyone.all_gather_json(mine, device=engine.device)
+        raise_first([told for told, _ in rows], broken, everyone.ranks)
+        if any(
+            is_switched for _, is_switched in rows
+        ):  # what guards the model from its first batch on takes it as it is
+            refuse_switched(everyone, engine.device, switched, lambda: _states_of(engine))
         self.sentinels.compare_early()
 
     def _ready(self, batch: Any, *, evaluates: bool = False) -> tuple[Any, list[Any]]:
@@ -87,6 +98,9 @@ class FirstBatch:
 
     def _begin_again(self) -> None:
         """Forget what parts of the first batch have shown."""
+        self.refuse_early_change()
+        if self.engine.is_prepared and self._guard.find_switched() is not None:
+            self.accept_switched()
         self._has_looked = self.rule.is_settled = False
         if self.draws is not None:
             self.draws.forget()
@@ -131,3 +145,10 @@ class FirstBatch:
         self._watch()  # a strategy may have taken parameters out
         while self._waiting:
             self._waiting.pop()()
+
+
+def _states_of(engine: Engine) -> dict[str, bool]:
+    """Return `requires_grad` by FQN of what this rank holds, of all parameters before the strategy has looked at the model."""
+    if engine.is_prepared:
+        return engine.trainable_states()
+    return {name: parameter.requires_grad for name, parameter in engine.module.named_parameters()}

@@ -287,11 +287,6 @@ class Stepper(FirstBatch):
         """Return a parameter whose `requires_grad` was switched since it was last accepted, or None."""
         return self._guard.find_switched()
 
-    def accept_switched(self) -> None:
-        """Follow a change of `requires_grad`, made on every rank."""
-        self._guard.accept_trainable()
-        self.engine.refresh_trainable()
-
     def guard_hooks(self) -> None:
         """Guard the user's hooks on gradients that were registered since the last step."""
         self._hooks.guard()

@@ -90,6 +90,10 @@ ACTS: dict[str, Callable[[mw.ParallelModel], Any]] = {
     "scale": _setting("", "scale", 3.0),
     "hook": lambda model: model.module.get_parameter("head.weight").register_hook(lambda gradient: 2 * gradient),
     "layer hook": lambda model: model.module.get_submodule("blocks.1").register_forward_hook(lambda *a: 2 * a[2]),
+    "frozen": lambda model: model.module.get_parameter("head.bias").requires_grad_(False),
+    "frozen apart": lambda model: model.module.get_parameter(f"blocks.{model.world.rank}.up.bias").requires_grad_(
+        False
+    ),
     "nothing": lambda model: None,
 }
 

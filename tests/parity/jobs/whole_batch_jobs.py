@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,12 @@ LOSSES = {"own": None, "own_loss": own_loss, "as_sum": as_sum, "squares": square
 
 
 def plainly(
-    kind: str, steps: int = STEPS, count: int = NUM_SAMPLES
+    kind: str, change: str = "", steps: int = STEPS, count: int = NUM_SAMPLES
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return losses, gradients of each step and the state after a plain loop."""
+    """Return losses, gradients of each step and the state after a plain loop, of a model that was changed before."""
     module, losses, gradients = build(kind), [], []
+    if change:
+        alter(module, change)
     optimizer, draws = sgd(module.parameters()), PlainDraws(0, None)
     for step in range(steps):
         with draws(step, module, batch(step, count)):
@@ -274,6 +277,23 @@ def gather_in_loss(line: str) -> tuple[list[float], dict[str, Tensor]]:
     models.append(mw.apply_plan(functools.partial(build, "Contrast"), line, loss_fn=gathered_loss, optimizer=sgd))
     losses = [models[0].step(mw.split_batch(batch(step), models[0])).loss for step in range(STEPS)]
     return losses, models[0].full_state_dict()
+
+
+def early(line: str, change: str, ranks: Sequence[int]) -> dict[str, Any]:
+    """Train on joined shares after these ranks have changed the model between `apply_plan` and the first step."""
+    model = mw.apply_plan(functools.partial(build, "Contrast"), line, optimizer=sgd)
+    if model.world.rank in ranks:
+        alter(model.module, change)
+    losses = [model.step(mw.split_batch(batch(step), model)).loss for step in range(STEPS)]
+    return {"losses": losses, "state": model.full_state_dict()}
+
+
+def alter(module: nn.Module, change: str) -> None:
+    """Freeze a parameter of a model, or replace one of its layers."""
+    if change == "frozen":
+        module.get_parameter("left.0.weight").requires_grad_(False)
+    else:
+        module.get_submodule("left").add_module("1", nn.Tanh())
 
 
 def changed(given: Any, change: str) -> Any:

@@ -60,7 +60,7 @@ class SettingsWatch:
         self._tables: list[dict[int, Any]] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[int] = []
-        self._of_user: dict[str, int] | None = None
+        self._of_user: dict[str, int] = {}  # those that the model was built with are on every rank
         self._passed_over: set[str] = set()
         """What was told, and is watched no more."""
         self._is_noted = self._is_of_prepared = False
@@ -169,7 +169,7 @@ class SettingsWatch:
     def _has_other_hooks(self) -> bool:
         """Tell whether the user's hooks are others than at the last call: those of the package come and go."""
         before, self._of_user = self._of_user, self._user_hooks()
-        return before is not None and before != self._of_user
+        return before != self._of_user
 
     def _user_hooks(self, *, with_none: bool = False) -> dict[str, int]:
         """Return how many hooks of the user's modules and parameters have, by name, of all or of those that have any."""
