@@ -131,7 +131,8 @@ def plan_steps(
                 )
             )
         if loss_reasons is not None:
-            loss_reasons += model.stepper.rule.reasons
+            joined = model.engine.batch_reasons if model.engine.joins_shares else ()
+            loss_reasons += [*joined, *model.stepper.rule.reasons]
         if draw_reasons is not None and model.stepper.draws is not None:
             draw_reasons += model.stepper.draws.reasons
         return records

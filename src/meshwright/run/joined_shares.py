@@ -84,7 +84,7 @@ class JoinedShares:
     def after(self, error: ApplyError, batch: Any) -> Any:
         """Have ranks take whole batches from now on, and return this one whole; every rank calls it.
 
-        Where shares cannot be joined, and parts are not known to fail, ranks go on with their shares.
+        Where shares cannot be joined, and parts are not known to fail or are to be compared even so, ranks go on with shares.
 
         Args:
             error: What has refused the first batch's parts.
@@ -98,7 +98,7 @@ class JoinedShares:
             raise error
         joined, obstacle, _ = self._join(batch)
         self._could_not = bool(obstacle)
-        if obstacle and rule.is_in_doubt:
+        if obstacle and (rule.is_in_doubt or not rule.refuses):
             return batch
         if obstacle:
             error.add_note(f"ranks could not join their shares to a whole batch by themselves: {obstacle}")

@@ -98,7 +98,7 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
     Raises:
         ApplyError: It is no mean over samples.
     """
-    if not (rule.untried and rule.refuses):
+    if not (rule.untried and (rule.refuses or rule.asks_for_whole)):
         return
     is_shown = bool(told) and None not in told
     for whole, parts, least, most in [tried for tried in told if tried is not None]:

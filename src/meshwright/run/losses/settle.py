@@ -83,12 +83,13 @@ def settle_loss(
     if written is not None and is_cut:
         raise written  # of the first batch alone: whole batches from then on would cost much for it
     decision = decide(seen, is_given=rule.is_given)
-    if is_cut and rule.refuses and decision.error is None and rule.join is not None and shows_nothing(seen):
+    if is_cut and decision.error is None and rule.join is not None and shows_nothing(seen):
         decision = _decide_by_shares(rule, engine, splitter, rule.join(), decision, casts=casts)
-    if decision.error is not None and is_cut and rule.refuses:
+    refuses = is_cut and (rule.refuses or rule.asks_for_whole)
+    if decision.error is not None and refuses:
         raise rule.refused(decision.error, is_in_doubt=decision.is_in_doubt)
     kept = next((f"{evidence.kept} (rank {rank})" for rank, evidence in seen if evidence.kept), "")
-    if kept and is_cut and rule.refuses and engine.num_shares * engine.num_replicas > 1:
+    if kept and refuses and engine.num_shares * engine.num_replicas > 1:
         raise rule.refused(apart_error(kept))
     rule.has_untried_keeping = not all(evidence.tries_keeping and evidence.obstacle is None for _, evidence in seen)
     always_draws = is_cut and bool(seen) and all(evidence.obstacle == DRAWS for _, evidence in seen)
