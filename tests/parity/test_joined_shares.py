@@ -177,3 +177,10 @@ def test_what_one_rank_changes_before_the_first_step_is_refused(line: str, chang
 def test_what_all_ranks_freeze_before_the_first_step_stays_as_it_was(line: str) -> None:
     for found in testing.run_ranks(jobs.early, 2, line, "frozen", [0, 1]):
         assert_one_device_s(found, "Contrast", "frozen")
+
+
+@pytest.mark.parametrize(("line", "size"), [("dp=2", 2), ("dp=2,zero=3", 2), ("dp=2,tp=2", 4)])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_equal_shares_are_told_once(line: str, size: int, *, is_whole: bool) -> None:
+    logged = [text for texts in testing.run_ranks(jobs.logged, size, line, is_whole) for text in texts]
+    assert sum("train on the same batch, value for value" in text for text in logged) == (size // 2 if is_whole else 0)

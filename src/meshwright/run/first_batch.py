@@ -87,17 +87,17 @@ class FirstBatch:
             with self._shares.in_reserve(batch):
                 self._prepare(parts, evaluates=evaluates)
         except ApplyError as error:
-            batch = self._shares.after(error, batch)
+            share, batch = batch, self._shares.after(error, batch)
         else:
             return batch, parts
-        self._begin_again()
+        self._begin_again(share)
         parts = self._micro_batches(batch)
         self._prepare(parts, evaluates=evaluates)
         self.sentinels.give_back_draws()
         return batch, parts
 
-    def _begin_again(self) -> None:
-        """Forget what parts of the first batch have shown."""
+    def _begin_again(self, share: Any) -> None:
+        """Forget what parts of the first batch have shown, of which this rank was given a share."""
         self.refuse_early_change()
         if self.engine.is_prepared and self._guard.find_switched() is not None:
             self.accept_switched()
@@ -105,7 +105,7 @@ class FirstBatch:
         if self.draws is not None:
             self.draws.forget()
         if self.engine.joins_shares:
-            self.sentinels.take_whole_batches()
+            self.sentinels.take_whole_batches(share)
         self._watch()
 
     def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -277,6 +278,21 @@ def gather_in_loss(line: str) -> tuple[list[float], dict[str, Tensor]]:
     models.append(mw.apply_plan(functools.partial(build, "Contrast"), line, loss_fn=gathered_loss, optimizer=sgd))
     losses = [models[0].step(mw.split_batch(batch(step), models[0])).loss for step in range(STEPS)]
     return losses, models[0].full_state_dict()
+
+
+def logged(line: str, is_whole: bool) -> list[str]:
+    """Step on shares, or on the whole batch on each rank; return what is logged."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        model = mw.apply_plan(functools.partial(build, "Contrast"), line, optimizer=sgd)
+        for step in range(STEPS):
+            model.step(batch(step) if is_whole else mw.split_batch(batch(step), model))
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
+    return texts
 
 
 def early(line: str, change: str, ranks: Sequence[int]) -> dict[str, Any]:

@@ -112,8 +112,14 @@ class Sentinels:
         # Reading their states takes longer than torch's, so only where the model's code can draw from them.
         self._draws_python = not self._sharing.is_alone and Outside(engine.module).draws
 
-    def take_whole_batches(self) -> None:
-        """Take note that dp ranks take whole batches, and draw with the first one's generators until `give_back_draws`."""
+    def take_whole_batches(self, share: Any) -> None:
+        """Take note that dp ranks take whole batches, and draw with the first one's generators until `give_back_draws`.
+
+        Args:
+            share: What this rank was given of the first one.
+        """
+        if self.is_watching:
+            warn_of_equal_shares(self._engine.everyone, self._mesh, share, self._engine.device)
         self._share_out()
         self._common.draw_together(0)
 
