@@ -146,7 +146,8 @@ def test_a_checkpoint_goes_on_under_another_plan(line: str, other: str, tmp_path
 
 @pytest.mark.parametrize("rng", ["global", "torch"])
 def test_scripts_go_on_drawing_apart_for_their_shares(rng: str) -> None:
-    first, second = testing.run_ranks(jobs.drawn_between, 2, "dp=2", rng)
+    (first, reasons), (second, _) = testing.run_ranks(jobs.drawn_between, 2, "dp=2", rng)
+    assert any("computes all samples" in reason for reason in reasons)
     for own, other in zip(first, second, strict=True):
         assert all(one != two for one, two in zip(own, other, strict=True)), (own, other)
 
@@ -155,12 +156,6 @@ def test_lists_that_may_be_by_sample_are_refused() -> None:
     for outcome in testing.run_outcomes(jobs.train_listed, 2, "dp=2"):
         assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
         assert "may be one a sample" in "".join(outcome.error.__notes__)
-
-
-def test_a_loss_of_the_model_s_own_that_draws_in_evaluation_is_tried() -> None:
-    for found in testing.run_ranks(jobs.shares, 2, "Paired", "dp=2", (4, 3)):
-        assert_one_device_s(found, "Paired")
-        assert any("the model's own loss is not a mean over samples" in reason for reason in found["reasons"])
 
 
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,whole_below=0"])
@@ -184,3 +179,17 @@ def test_what_all_ranks_freeze_before_the_first_step_stays_as_it_was(line: str) 
 def test_equal_shares_are_told_once(line: str, size: int, *, is_whole: bool) -> None:
     logged = [text for texts in testing.run_ranks(jobs.logged, size, line, is_whole) for text in texts]
     assert sum("train on the same batch, value for value" in text for text in logged) == (size // 2 if is_whole else 0)
+
+
+@pytest.mark.parametrize("kind", ["Paired", "Balanced"])
+def test_a_loss_of_the_model_s_own_is_tried_with_its_draws(kind: str) -> None:
+    for found in testing.run_ranks(jobs.shares, 2, kind, "dp=2", (4, 3)):
+        assert_one_device_s(found, kind)
+        assert any("the model's own loss is not a mean over samples" in reason for reason in found["reasons"])
+
+
+@pytest.mark.parametrize("loss", ["own", "as_sum"])
+def test_what_draws_always_and_counts_samples_keeps_its_shares(loss: str) -> None:
+    for found in testing.run_ranks(jobs.shares, 2, "Counted", "dp=2", (4, 3), "", loss):
+        assert_one_device_s(found, "Counted")
+        assert not found["reasons"]

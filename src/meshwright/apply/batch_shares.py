@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from meshwright.comm.communicator import Communicator
 
 __all__: list[str] = []
@@ -18,6 +21,9 @@ class BatchShares:
 
     joins_shares = ""
     """Why ranks join the shares that they are given to whole batches (``batch=auto``), for people; empty where they do not."""
+
+    is_at_work = False
+    """Whether a step or an evaluation is under way: ranks that join shares have all samples there, and theirs alone elsewhere."""
 
     copies = 1
     """Ranks that have the same share of the batch, since they share each layer [count]."""
@@ -41,6 +47,20 @@ class BatchShares:
     def given_share(self) -> int:
         """The share that this rank is given, by its number."""
         return self.group.group_rank if self.joins_shares else self.share
+
+    @property
+    def has_whole_batch(self) -> bool:
+        """Whether this rank has all samples of a batch where code of the user's runs now."""
+        return self.num_shares == 1 and (self.is_at_work or not self.joins_shares)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Run a step, an evaluation, or the look at a first batch inside the context."""
+        self.is_at_work = True
+        try:
+            yield
+        finally:
+            self.is_at_work = False
 
     @property
     def batch_reasons(self) -> tuple[str, ...]:

@@ -56,7 +56,8 @@ class FirstBatch:
 
     def prepare(self, batch: Any) -> None:
         """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
-        self._ready(batch)
+        with self.engine.at_work():
+            self._ready(batch)
 
     def when_prepared(self, run: Callable[[], None]) -> None:
         """Run something once the strategy has looked at its first batch."""

@@ -48,7 +48,7 @@ def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
     if tensor.dim() == 0:
         raise ConfigError("gather_batch was given a tensor without dims", fix="give it one row for each sample")
     group = model.engine.group
-    if model.engine.num_given_shares == 1 or _has_all_rows(model, sys._getframe(1)):
+    if model.engine.has_whole_batch or _is_on_trial(sys._getframe(1)):
         return tensor
     mine = [
         tensor.shape[0],
@@ -67,17 +67,11 @@ def gather_batch(tensor: torch.Tensor, model: ParallelModel) -> torch.Tensor:
     return all_gather_along(tensor, group, dim=0, sizes=[rows for rows, *_ in told])
 
 
-def _has_all_rows(model: ParallelModel, caller: FrameType) -> bool:
-    """Tell whether code has all rows that there are: on trial, which each rank does for itself, or in a step on joined shares.
-
-    What a script computes between steps is of its share, in each case.
-    """
-    joins, frame = bool(model.engine.joins_shares), caller.f_back
+def _is_on_trial(caller: FrameType) -> bool:
+    """Tell whether a trial runs this code, which each rank does for itself with the rows that it has."""
+    frame = caller.f_back
     while frame is not None:
-        module, name = module_of(frame), frame.f_code.co_name
-        if module.startswith(_TRIALS) or name == "try_term":
-            return True
-        if joins and module == "meshwright.run.step" and name in ("step", "evaluate"):
+        if module_of(frame).startswith(_TRIALS) or frame.f_code.co_name == "try_term":
             return True
         frame = frame.f_back
     return False

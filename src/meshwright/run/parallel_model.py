@@ -166,7 +166,7 @@ class ParallelModel(Uncopied):
         """
         number = self.num_steps
         switch = self.engine.switch
-        with self._recorded(), switch.plain(), self.told("step"), self.stepper.casts.taken_in():
+        with self._recorded(), switch.plain(), self.told("step"), self.engine.at_work(), self.stepper.casts.taken_in():
             look_for_step(self)
             switch.moment.steps += 1
             self._number_draws(evaluates=False)
@@ -200,11 +200,11 @@ class ParallelModel(Uncopied):
         with self.engine.switch.plain(), self.told("evaluate"), self.stepper.casts.taken_in(), with_versions():
             self._number_draws(evaluates=True)
             self.stepper.sentinels.refuse_apart(self.stepper.refuse_early_change, in_turn=True)
-            return self.stepper.evaluate(versioned(batch))
+            with self.engine.at_work():
+                return self.stepper.evaluate(versioned(batch))
 
     def _number_draws(self, *, evaluates: bool) -> None:
-        draws = self.stepper.draws
-        if draws is not None:
+        if (draws := self.stepper.draws) is not None:
             draws.num_evaluations = draws.num_evaluations + 1 if evaluates else 0
             draws.step = self.num_steps
 

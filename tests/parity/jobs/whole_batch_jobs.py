@@ -114,7 +114,37 @@ class Paired(nn.Module):
         return {"loss": F.cross_entropy(left @ self.right(y).T, torch.arange(len(x))), "left": left}
 
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward, Paired)}
+class Balanced(nn.Module):
+    """Dropout, and a term over the batch's shares of experts while it trains alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = self.gate(self.up(x)).softmax(-1)
+        loss = (out - y[:, :4]).square().mean()
+        if self.training:
+            loss = loss + 4 * (F.one_hot(out.argmax(-1), 4).to(x.dtype).mean(0) * out.mean(0)).sum()
+        return {"loss": loss, "left": out}
+
+
+class Counted(nn.Module):
+    """Noise whenever it runs, for a loss with its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        del y
+        out = self.up(x + 0.1 * torch.randn(len(x), 6, dtype=x.dtype))
+        return {"loss": out.square().mean(), "left": out}
+
+
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward, Paired, Balanced, Counted)
+}
 KINDS |= {way: functools.partial(Compared, way) for way in ("rolled", "mined", "whitened")}
 
 
@@ -235,9 +265,9 @@ def meeting(line: str, other: str) -> float:
     return first.backward(first(**batch(0))["loss"] + second(**batch(0))["loss"], weight=NUM_SAMPLES)
 
 
-def shares(kind: str, line: str, sizes: tuple[int, ...], change: str = "") -> dict[str, Any]:
+def shares(kind: str, line: str, sizes: tuple[int, ...], change: str = "", loss: str = "own") -> dict[str, Any]:
     """Train on shares of the ranks' own, of these sizes, perhaps changed; an own loop may follow."""
-    model = mw.apply_plan(functools.partial(build, kind), line, optimizer=sgd)
+    model = mw.apply_plan(functools.partial(build, kind), line, loss_fn=LOSSES[loss], optimizer=sgd)
     share, losses = model.dp_rank, list[float]()
     for step in range(STEPS):
         whole = batch(step, sum(sizes))
@@ -324,14 +354,14 @@ def changed(given: Any, change: str) -> Any:
 
 
 class Shaken(Contrast):
-    """Contrast with numbers of Python's generator."""
+    """Contrast with numbers of Python's generator while it trains."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return super().forward(x * (1 + 0.01 * random.random()), y)
+        return super().forward(x * (1 + 0.01 * random.random()) if self.training else x, y)
 
 
-def drawn_between(line: str, rng: str) -> list[list[float]]:
-    """Return what a script draws after each step: by torch's generator, Python's and NumPy's."""
+def drawn_between(line: str, rng: str) -> tuple[list[list[float]], tuple[str, ...]]:
+    """Return what a script draws after each step, by torch's generator, Python's and NumPy's, and the plan's reasons."""
     rank = join_world().rank
     random.seed(rank)
     np.random.seed(rank)
@@ -340,7 +370,7 @@ def drawn_between(line: str, rng: str) -> list[list[float]]:
     for step in range(STEPS):
         model.step(mw.split_batch(batch(step), model))
         found.append([torch.rand(()).item(), random.random(), np.random.rand()])
-    return found
+    return found, model.plan.reasons
 
 
 def listed(step: int) -> tuple[dict[str, Any], ...]:

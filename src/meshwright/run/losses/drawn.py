@@ -14,6 +14,7 @@ from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import LossRule
+from meshwright.run.losses.trial_forward import TrialOutcome
 from meshwright.run.losses.trial_writes import apart_error
 
 __all__: list[str] = []
@@ -22,12 +23,15 @@ Tried = list[Any] | None
 """The loss of a share, (loss, its weight) of each of its parts, and the differences of `_differences`; None: nothing is shown."""
 
 _FINE = (torch.float64, torch.float32)
+_LARGE = 50.0
+"""How much more a loss that was tried without its draws may differ: layers may round to less than what they return [ratio]."""
 
 
 class Drawn(Protocol):
     """A trial of a batch with random numbers by place."""
 
     loss: float
+    outcome: TrialOutcome
     outputs: list[Tensor]
 
     @property
@@ -41,12 +45,22 @@ def losses_of(whole: Drawn, pieces: Sequence[Drawn], weights: Sequence[float]) -
 
     None for a loss that draws by itself, is not finite, or comes from coarse numbers.
     """
-    draws = any(name == LOSS for name, _ in whole.notes)
+    weights = [
+        weight if own.outcome.weight is None else own.outcome.weight
+        for own, weight in zip(pieces, weights, strict=True)
+    ]
+    draws = any(name == LOSS for name, _ in whole.notes) or not sum(weights) or whole.outcome.weight == 0
     dtypes = {tensor.dtype for tensor in whole.outputs if tensor.is_floating_point()}
     if draws or not dtypes <= {*_FINE} or not all(math.isfinite(one.loss) for one in (whole, *pieces)):
         return None
-    terms = [[piece.loss, weight] for piece, weight in zip(pieces, weights, strict=True)]
-    return [whole.loss, terms, *_differences(whole.outputs, dtypes)]
+    terms = [[_mean_of(piece), weight] for piece, weight in zip(pieces, weights, strict=True)]
+    return [_mean_of(whole), terms, *_differences(whole.outputs, dtypes)]
+
+
+def _mean_of(one: Drawn) -> float:
+    """Return a loss as a mean; 0 for a meshwright.Loss over nothing."""
+    weight = one.outcome.weight
+    return one.loss if weight is None else one.loss / weight if weight else 0.0
 
 
 def _differences(outputs: Sequence[Tensor], dtypes: Set[torch.dtype]) -> tuple[float, float]:
@@ -83,7 +97,8 @@ def learn_draws(
     draws.learn(enough_samples(parts, splitter), splitter, term, rule.known_weight if is_cut else None)
     if draws.apart and is_cut:
         raise rule.refused(apart_error(draws.apart))
-    judge_drawn_loss(rule, draws.losses)
+    if is_cut:
+        judge_drawn_loss(rule, draws.losses)
     if is_cut and rule.untried and draws.is_unproven and rule.asks_for_whole:
         error = ApplyError(
             "the model draws random numbers whenever it runs, and with the same ones parts of the first batch do not give what "
@@ -95,13 +110,16 @@ def learn_draws(
 def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
     """Refuse a loss that parts do not give, or take back that it could not be tried; with what all ranks have found.
 
+    One that was tried without its draws may have terms while it trains alone: large ones are looked for.
+
     Raises:
         ApplyError: It is no mean over samples.
     """
-    if not (rule.untried and (rule.refuses or rule.asks_for_whole)):
+    if not (rule.refuses or rule.asks_for_whole):
         return
     is_shown = bool(told) and None not in told
     for whole, parts, least, most in [tried for tried in told if tried is not None]:
+        most *= 1.0 if rule.untried else _LARGE
         largest = max(abs(value) for value in (whole, *(loss for loss, _ in parts)))
         mean = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
         gap = abs(mean - whole)
@@ -121,5 +139,5 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
             else f"{how}take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
         )
         raise rule.refused(error)
-    if is_shown:
+    if rule.untried and is_shown:
         rule.reasons = tuple(reason for reason in rule.reasons if reason != rule.untried)
