@@ -13,6 +13,7 @@ from tests.tolerances import FLOAT64
 
 import meshwright as mw
 from meshwright import testing
+from meshwright.measure.verify import verify_plan
 
 PLANS = ["dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=0", "dp=2,tp=2", "dp=2,pp=2"]
 
@@ -94,6 +95,14 @@ def test_a_loss_may_gather_rows_by_itself() -> None:
         assert found_losses == pytest.approx(losses, rel=FLOAT64)
         for name, value in state.items():
             torch.testing.assert_close(found[name], value, rtol=FLOAT64, atol=1e-13)
+
+
+def test_verify_joins_shares_as_a_run_does() -> None:
+    build, batches = functools.partial(jobs.build, "Contrast"), [jobs.batch(0), jobs.batch(1)]
+    report = verify_plan(build, "dp=2,zero=1", batches, None)
+    assert report.equal, report.to_text()
+    assert any("each of the 2 dp ranks computes all samples" in note for note in report.notes)
+    assert not verify_plan(build, "dp=2,batch=split", batches, None).equal
 
 
 def test_an_own_loop_afterwards_is_refused() -> None:

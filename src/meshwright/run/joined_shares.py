@@ -30,6 +30,10 @@ _MAX_SHOWN = 160
 _PLAIN = {"dict": dict, "list": list, "tuple": tuple}
 """Containers that a rank can build which has never had a sample."""
 _FIX = "batch=whole in the plan, and the whole batch on every rank"
+_KEEPS_TIME = (
+    "where the loss alone compares samples, a loop of your own with the loss over mw.gather_batch(outputs, model) keeps dp's "
+    "time"
+)
 
 
 class JoinedShares:
@@ -107,7 +111,7 @@ class JoinedShares:
         engine.takes_whole_batch, engine.joins_shares = True, error.message
         if engine.everyone.group_rank == 0:
             fix = "" if error.fix is None else f"; batch=split refuses the model instead, with this fix: {error.fix}"
-            _LOG.warning("%s%s", engine.batch_reasons[0], fix)
+            _LOG.warning("%s%s; %s", engine.batch_reasons[0], fix, _KEEPS_TIME)
         return joined
 
     def find_own_loop(self) -> ApplyError | None:
