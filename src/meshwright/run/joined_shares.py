@@ -269,7 +269,8 @@ def _built(form: list[Any]) -> Any:
 def _bytes_of(tree: Any) -> torch.Tensor:
     """Return the bytes of all tensors with samples, one after the other."""
     rows = [tensor.detach().resolve_conj().resolve_neg().cpu() for tensor in tensors_in(tree) if tensor.dim()]
-    return torch.cat([row.contiguous().reshape(-1).view(torch.uint8) for row in rows])
+    # One row of a wider tensor counts as contiguous, and cannot be viewed as bytes.
+    return torch.cat([row.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for row in rows])
 
 
 def _columns(form: list[Any], counts: Sequence[int], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

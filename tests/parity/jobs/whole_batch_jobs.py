@@ -418,9 +418,12 @@ def noted(form: str, step: int) -> tuple[Any, ...]:
     whole["flags"] = torch.arange(NUM_SAMPLES) % 2 == 0
     if form == "twice":
         whole["y"] = whole["x"]
+    if form == "column":
+        wide = torch.stack([whole["x"][:, 0], whole["flags"].double()], dim=1)
+        whole["flags"] = wide[:, 1]
     kinds = {"class": Named, "default": functools.partial(collections.defaultdict, list)}
     made = kinds.get(form, dict)(whole)
-    parts = split_samples(made, [4, 3])
+    parts = split_samples(made, [6, 1] if form == "column" else [4, 3])
     if form == "pair":
         return tuple(
             ((each["x"], each["y"], each["power"], each["word"], each["flags"]), each["x"]) for each in (*parts, made)
