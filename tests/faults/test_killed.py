@@ -14,6 +14,7 @@ import pytest
 from benchmarks.faults.kill_any_instant import one
 from tests.faults import leaks
 from tests.faults.command import launching
+from tests.faults.jobs import joined_jobs
 from tests.faults.jobs import rank_jobs as jobs
 from tests.faults.killer import Killer, find, is_rank, is_template
 from tests.scopes import FULL_GRID
@@ -145,6 +146,13 @@ def test_a_rank_dies_in_its_first_call(rank: int, how: str, signal_name: str | N
     assert (error.rank, error.signal_name, error.exit_status) == (rank, signal_name, status)
     assert "step 2, phase forward" in str(error)
     assert exit_code_of(error) == 11
+
+
+def test_a_rank_that_dies_while_ranks_join_their_shares_is_named_with_the_step() -> None:
+    with pytest.raises(WorkerKilledError) as caught:
+        launch(joined_jobs.train, 2, "dp=2", 1, 2)
+    assert (caught.value.rank, exit_code_of(caught.value)) == (1, 11)
+    assert "step 2, phase shares" in str(caught.value)
 
 
 def test_a_rank_that_closes_its_descriptors_is_named() -> None:

@@ -120,6 +120,8 @@ class Stepper(FirstBatch):
         engine = self.engine
         self.gate.has_own_gradients = False
         engine.refuse_lost_writes()
+        if engine.joins_shares:  # ranks wait for one another there
+            on_phase("shares")
         batch, parts = self._ready(batch)
         weights = [self.rule.known_weight(part) for part in parts]
         self.sentinels.begin_step()
