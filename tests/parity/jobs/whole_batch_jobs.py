@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -360,7 +360,7 @@ class Shaken(Contrast):
         return super().forward(x * (1 + 0.01 * random.random()) if self.training else x, y)
 
 
-def drawn_between(line: str, rng: str) -> tuple[list[list[float]], tuple[str, ...]]:
+def drawn_between(line: str, rng: Literal["global", "torch"]) -> tuple[list[list[float]], tuple[str, ...]]:
     """Return what a script draws after each step, by torch's generator, Python's and NumPy's, and the plan's reasons."""
     rank = join_world().rank
     random.seed(rank)
