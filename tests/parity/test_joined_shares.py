@@ -123,7 +123,7 @@ def test_shares_of_other_forms_are_refused_on_every_rank(change: str, text: str)
         assert text in outcome.error.message
 
 
-@pytest.mark.parametrize("form", ["class", "column", "default", "pair", "twice"])
+@pytest.mark.parametrize("form", ["class", "column", "default", "once", "pair", "twice"])
 def test_batches_of_other_forms_are_joined(form: str) -> None:
     wanted = jobs.train_noted(form, "plain")
     for found in testing.run_ranks(jobs.train_noted, 2, form, "dp=2,zero=1"):

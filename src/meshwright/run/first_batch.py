@@ -74,9 +74,8 @@ class FirstBatch:
         everyone, mine = engine.everyone, [told_of(broken), switched is not None]
         rows = everyone.all_gather_json(mine, device=engine.device)
         raise_first([told for told, _ in rows], broken, everyone.ranks)
-        if any(
-            is_switched for _, is_switched in rows
-        ):  # what guards the model from its first batch on takes it as it is
+        # What guards the model from its first batch on takes it as it is.
+        if any(is_switched for _, is_switched in rows):
             refuse_switched(everyone, engine.device, switched, lambda: _states_of(engine))
         self.sentinels.compare_early()
 

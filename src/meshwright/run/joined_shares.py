@@ -137,7 +137,9 @@ class JoinedShares:
             tree = batch if self._splitter.count(batch) else self._example(form)
             parts = group.all_gather_uneven(_bytes_of(tree).to(device))
         counts = [row["count"] for row in told]
-        return with_attributes(map_tensors(tree, _Joined(_columns(form, counts, parts))), tree), "", counts
+        are_alike = len({json.dumps(row["first"]) for row in told if row["count"]}) == 1
+        joined = _Joined(_columns(form, counts, parts), are_alike=are_alike)
+        return with_attributes(map_tensors(tree, joined), tree), "", counts
 
     def _told(self, batch: Any) -> dict[str, Any]:
         """Return the samples and the form of this rank's share as JSON; the form of the last one where it has none now."""
@@ -152,7 +154,7 @@ class JoinedShares:
         except ApplyError as error:
             return {"count": count, "obstacle": error.message}
         self._last = form, map_tensors(batch, lambda tensor: tensor[:0].clone() if tensor.dim() else tensor)
-        return {"count": count, "form": form}
+        return {"count": count, "form": form, "first": _first_places(batch)}
 
     def _example(self, form: Any) -> Any:
         """Return a batch without samples of a form."""
@@ -266,6 +268,12 @@ def _built(form: list[Any]) -> Any:
 # -- what travels ---------------------------------------------------------------------------------------------------------
 
 
+def _first_places(tree: Any) -> list[int]:
+    """Return where each tensor of a batch stands first, by its number: of one in two places the first of them."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors_in(tree))]
+
+
 def _bytes_of(tree: Any) -> torch.Tensor:
     """Return the bytes of all tensors with samples, one after the other."""
     rows = [tensor.detach().resolve_conj().resolve_neg().cpu() for tensor in tensors_in(tree) if tensor.dim()]
@@ -297,14 +305,15 @@ def _rows_of(form: list[Any]) -> Iterator[list[Any]]:
 
 
 class _Joined:
-    """Gives each tensor of a share the joined one, in order; a tensor in two places stays one."""
+    """Gives each tensor of a share the joined one, in order; a tensor in two places stays one, where all shares are alike."""
 
-    def __init__(self, columns: Sequence[torch.Tensor]) -> None:
+    def __init__(self, columns: Sequence[torch.Tensor], *, are_alike: bool) -> None:
         self._next = iter(columns)
+        self._are_alike = are_alike
         self._made: dict[int, torch.Tensor] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim():
             return tensor
         column = next(self._next)
-        return self._made.setdefault(id(tensor), column)
+        return self._made.setdefault(id(tensor), column) if self._are_alike else column

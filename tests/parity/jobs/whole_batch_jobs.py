@@ -416,7 +416,7 @@ def noted(form: str, step: int) -> tuple[Any, ...]:
     whole: dict[str, Any] = dict(batch(step))
     whole |= {"power": torch.tensor(3, dtype=torch.bfloat16), "word": "twice"}
     whole["flags"] = torch.arange(NUM_SAMPLES) % 2 == 0
-    if form == "twice":
+    if form in ("twice", "once"):
         whole["y"] = whole["x"]
     if form == "column":
         wide = torch.stack([whole["x"][:, 0], whole["flags"].double()], dim=1)
@@ -424,6 +424,9 @@ def noted(form: str, step: int) -> tuple[Any, ...]:
     kinds = {"class": Named, "default": functools.partial(collections.defaultdict, list)}
     made = kinds.get(form, dict)(whole)
     parts = split_samples(made, [6, 1] if form == "column" else [4, 3])
+    if form == "once":  # one tensor in two places in the first share alone
+        made["y"] = torch.cat([made["x"][:4], made["x"][4:] + 1.0])
+        parts[1]["y"] = made["y"][4:]
     if form == "pair":
         return tuple(
             ((each["x"], each["y"], each["power"], each["word"], each["flags"]), each["x"]) for each in (*parts, made)

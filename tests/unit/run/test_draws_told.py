@@ -20,7 +20,7 @@ import meshwright as mw
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.sites import begin_again, in_forward
 from meshwright.run.draw_parts import are_alike, are_parts
-from meshwright.run.global_draws import _why_torch_draws
+from meshwright.run.draws_of_torch import why_torch_draws
 
 SAMPLES, LENGTH, WIDTH = 7, 5, 4
 
@@ -372,8 +372,8 @@ def test_a_compiled_function_draws_by_itself_where_ranks_share_layers() -> None:
 
     vars(compiled)["_torchdynamo_orig_callable"] = compiled  # as torch.compile marks its functions
     vars(module)["function"] = compiled
-    assert _why_torch_draws(module, num_replicas=1, shares_layers=False) is None
-    assert "torch.compile" in (_why_torch_draws(module, num_replicas=1, shares_layers=True) or "")
+    assert why_torch_draws(module, num_replicas=1, shares_layers=False) is None
+    assert "torch.compile" in (why_torch_draws(module, num_replicas=1, shares_layers=True) or "")
 
 
 def test_another_stage_of_a_rank_numbers_its_draws_from_the_start() -> None:
