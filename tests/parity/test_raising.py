@@ -101,7 +101,8 @@ def test_a_count_that_an_error_left_uneven_is_one_devices_or_refused(schedule: s
             assert mine == "OtherWayError" or mine == pytest.approx(theirs, rel=1e-11)
 
 
-def test_a_batch_that_is_one_whole_is_named() -> None:
-    for text in testing.run_ranks(jobs.notes_of_a_graph_in_parts, 2, "dp=2"):
+def test_a_batch_that_is_one_whole_is_joined_or_named() -> None:
+    assert testing.run_ranks(jobs.notes_of_a_graph_in_parts, 2, "dp=2") == ["", ""]
+    for text in testing.run_ranks(jobs.notes_of_a_graph_in_parts, 2, "dp=2,batch=split"):
         assert "called with a part of the batch, 3 samples" in text
         assert "pass split=" in text

@@ -43,24 +43,22 @@ class Drawn(Protocol):
 def losses_of(whole: Drawn, pieces: Sequence[Drawn], weights: Sequence[float]) -> Tried:
     """Return the losses of a share and of its parts, whose outputs are those of the share, with what means over parts count.
 
-    None for a loss that draws by itself, is not finite, or comes from coarse numbers.
+    None for a loss that draws by itself, is not finite, or comes from coarse numbers; and for a meshwright.Loss, which says
+    itself what it counts.
     """
-    weights = [
-        weight if own.outcome.weight is None else own.outcome.weight
-        for own, weight in zip(pieces, weights, strict=True)
-    ]
-    draws = any(name == LOSS for name, _ in whole.notes) or not sum(weights) or whole.outcome.weight == 0
+    is_told = any(one.outcome.weight is not None for one in (whole, *pieces))
+    draws = any(name == LOSS for name, _ in whole.notes)
     dtypes = {tensor.dtype for tensor in whole.outputs if tensor.is_floating_point()}
-    if draws or not dtypes <= {*_FINE} or not all(math.isfinite(one.loss) for one in (whole, *pieces)):
+    if (
+        is_told
+        or draws
+        or not sum(weights)
+        or not dtypes <= {*_FINE}
+        or not all(math.isfinite(one.loss) for one in (whole, *pieces))
+    ):
         return None
-    terms = [[_mean_of(piece), weight] for piece, weight in zip(pieces, weights, strict=True)]
-    return [_mean_of(whole), terms, *_differences(whole.outputs, dtypes)]
-
-
-def _mean_of(one: Drawn) -> float:
-    """Return a loss as a mean; 0 for a meshwright.Loss over nothing."""
-    weight = one.outcome.weight
-    return one.loss if weight is None else one.loss / weight if weight else 0.0
+    terms = [[piece.loss, weight] for piece, weight in zip(pieces, weights, strict=True)]
+    return [whole.loss, terms, *_differences(whole.outputs, dtypes)]
 
 
 def _differences(outputs: Sequence[Tensor], dtypes: Set[torch.dtype]) -> tuple[float, float]:
