@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import joined_shares_jobs as joined
 from tests.parity.jobs import whole_batch_jobs as jobs
 from tests.tolerances import FLOAT64
 
@@ -48,7 +49,7 @@ def test_is_one_device_s(line: str, kind: str) -> None:
 
 @pytest.mark.parametrize("sizes", [(5, 2), (0, 7), (7, 0)])
 def test_shares_may_be_uneven_or_empty(sizes: tuple[int, int]) -> None:
-    outcomes = testing.run_outcomes(jobs.shares, 2, "Contrast", "dp=2,zero=2", sizes)
+    outcomes = testing.run_outcomes(joined.shares, 2, "Contrast", "dp=2,zero=2", sizes)
     for outcome in outcomes:
         assert outcome.error is None, outcome.traceback_text
         assert_one_device_s(outcome.result, "Contrast")
@@ -63,7 +64,7 @@ def test_what_nothing_is_shown_of_is_told_where_the_batch_is_cut(line: str) -> N
 
 
 def test_shares_of_which_nothing_is_shown_and_that_cannot_be_joined_are_trained_on() -> None:
-    for found in testing.run_ranks(jobs.shares, 2, "Noisy", "dp=2", (4, 3), "always"):
+    for found in testing.run_ranks(joined.shares, 2, "Noisy", "dp=2", (4, 3), "always"):
         assert any("could not be tried out" in reason for reason in found["reasons"])
 
 
@@ -77,21 +78,21 @@ def test_own_loops_are_told_of_it() -> None:
 )
 def test_what_shares_alone_do_not_show_is_shown_by_all_ranks(kind: str, sizes: tuple[int, int]) -> None:
     losses, _, state = jobs.plainly(kind, count=sum(sizes))
-    for found in testing.run_ranks(jobs.shares, 2, kind, "dp=2,zero=1", sizes):
+    for found in testing.run_ranks(joined.shares, 2, kind, "dp=2,zero=1", sizes):
         assert found["losses"] == pytest.approx(losses, rel=FLOAT64)
         for name, value in state.items():
             torch.testing.assert_close(found["state"][name], value, rtol=FLOAT64, atol=1e-13)
 
 
 def test_rows_are_gathered_between_joined_steps() -> None:
-    for found in testing.run_ranks(jobs.gather_between, 2, "dp=2,zero=3,whole_below=0"):
+    for found in testing.run_ranks(joined.gather_between, 2, "dp=2,zero=3,whole_below=0"):
         for own, wanted in zip(found[::2], found[1::2], strict=True):
             torch.testing.assert_close(own, wanted, rtol=FLOAT64, atol=1e-13)
 
 
 def test_a_loss_may_gather_rows_by_itself() -> None:
-    losses, state = jobs.gather_in_loss("single")
-    for found_losses, found in testing.run_ranks(jobs.gather_in_loss, 3, "dp=3"):  # shares of 3, 2 and 2
+    losses, state = joined.gather_in_loss("single")
+    for found_losses, found in testing.run_ranks(joined.gather_in_loss, 3, "dp=3"):  # shares of 3, 2 and 2
         assert found_losses == pytest.approx(losses, rel=FLOAT64)
         for name, value in state.items():
             torch.testing.assert_close(found[name], value, rtol=FLOAT64, atol=1e-13)
@@ -106,7 +107,7 @@ def test_verify_joins_shares_as_a_run_does() -> None:
 
 
 def test_an_own_loop_afterwards_is_refused() -> None:
-    for outcome in testing.run_outcomes(jobs.shares, 2, "Contrast", "dp=2", (4, 3), "loop"):
+    for outcome in testing.run_outcomes(joined.shares, 2, "Contrast", "dp=2", (4, 3), "loop"):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "an own loop follows a step whose ranks have joined their shares" in outcome.error.message
         assert "batch=whole" in str(outcome.error.fix)
@@ -117,7 +118,7 @@ def test_an_own_loop_afterwards_is_refused() -> None:
     [("key", "other forms"), ("width", "[5]"), ("number", "float32"), ("graph", "requires a gradient")],
 )
 def test_shares_of_other_forms_are_refused_on_every_rank(change: str, text: str) -> None:
-    for outcome in testing.run_outcomes(jobs.shares, 2, "Contrast", "dp=2,zero=1", (4, 3), change):
+    for outcome in testing.run_outcomes(joined.shares, 2, "Contrast", "dp=2,zero=1", (4, 3), change):
         assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
         assert "these cannot be joined" in outcome.error.message
         assert text in outcome.error.message
@@ -125,8 +126,8 @@ def test_shares_of_other_forms_are_refused_on_every_rank(change: str, text: str)
 
 @pytest.mark.parametrize("form", ["class", "column", "default", "once", "pair", "twice"])
 def test_batches_of_other_forms_are_joined(form: str) -> None:
-    wanted = jobs.train_noted(form, "plain")
-    for found in testing.run_ranks(jobs.train_noted, 2, form, "dp=2,zero=1"):
+    wanted = joined.train_noted(form, "plain")
+    for found in testing.run_ranks(joined.train_noted, 2, form, "dp=2,zero=1"):
         assert found == pytest.approx(wanted, rel=FLOAT64)
 
 
@@ -155,14 +156,14 @@ def test_a_checkpoint_goes_on_under_another_plan(line: str, other: str, tmp_path
 
 @pytest.mark.parametrize("rng", ["global", "torch"])
 def test_scripts_go_on_drawing_apart_for_their_shares(rng: str) -> None:
-    (first, reasons), (second, _) = testing.run_ranks(jobs.drawn_between, 2, "dp=2", rng)
+    (first, reasons), (second, _) = testing.run_ranks(joined.drawn_between, 2, "dp=2", rng)
     assert any("computes all samples" in reason for reason in reasons)
     for own, other in zip(first, second, strict=True):
         assert all(one != two for one, two in zip(own, other, strict=True)), (own, other)
 
 
 def test_lists_that_may_be_by_sample_are_refused() -> None:
-    for outcome in testing.run_outcomes(jobs.train_listed, 2, "dp=2"):
+    for outcome in testing.run_outcomes(joined.train_listed, 2, "dp=2"):
         assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
         assert "may be one a sample" in "".join(outcome.error.__notes__)
 
@@ -172,33 +173,33 @@ def test_lists_that_may_be_by_sample_are_refused() -> None:
     ("change", "text"), [("frozen", "of 'left.0.weight' was switched on rank(s) [1]"), ("replaced", "was replaced")]
 )
 def test_what_one_rank_changes_before_the_first_step_is_refused(line: str, change: str, text: str) -> None:
-    for outcome in testing.run_outcomes(jobs.early, 2, line, change, [1]):
+    for outcome in testing.run_outcomes(joined.early, 2, line, change, [1]):
         assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
         assert text in outcome.error.message
 
 
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=2", "dp=2,zero=3,whole_below=0"])
 def test_what_all_ranks_freeze_before_the_first_step_stays_as_it_was(line: str) -> None:
-    for found in testing.run_ranks(jobs.early, 2, line, "frozen", [0, 1]):
+    for found in testing.run_ranks(joined.early, 2, line, "frozen", [0, 1]):
         assert_one_device_s(found, "Contrast", "frozen")
 
 
 @pytest.mark.parametrize(("line", "size"), [("dp=2", 2), ("dp=2,zero=3", 2), ("dp=2,tp=2", 4)])
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_equal_shares_are_told_once(line: str, size: int, *, is_whole: bool) -> None:
-    logged = [text for texts in testing.run_ranks(jobs.logged, size, line, is_whole) for text in texts]
+    logged = [text for texts in testing.run_ranks(joined.logged, size, line, is_whole) for text in texts]
     assert sum("train on the same batch, value for value" in text for text in logged) == (size // 2 if is_whole else 0)
 
 
 @pytest.mark.parametrize("kind", ["Paired", "Balanced"])
 def test_a_loss_of_the_model_s_own_is_tried_with_its_draws(kind: str) -> None:
-    for found in testing.run_ranks(jobs.shares, 2, kind, "dp=2", (4, 3)):
+    for found in testing.run_ranks(joined.shares, 2, kind, "dp=2", (4, 3)):
         assert_one_device_s(found, kind)
         assert any("the model's own loss is not a mean over samples" in reason for reason in found["reasons"])
 
 
 @pytest.mark.parametrize("loss", ["own", "as_sum"])
 def test_what_draws_always_and_counts_samples_keeps_its_shares(loss: str) -> None:
-    for found in testing.run_ranks(jobs.shares, 2, "Counted", "dp=2", (4, 3), "", loss):
+    for found in testing.run_ranks(joined.shares, 2, "Counted", "dp=2", (4, 3), "", loss):
         assert_one_device_s(found, "Counted")
         assert not found["reasons"]

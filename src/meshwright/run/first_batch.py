@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ from meshwright.trees import move_to
 __all__: list[str] = []
 
 
-class FirstBatch:
+class FirstBatch(abc.ABC):
     """What a stepper does before its first step, and looks up in each later one."""
 
     engine: Engine
@@ -46,8 +47,9 @@ class FirstBatch:
     _waiting: list[Callable[[], None]]
     _has_looked: bool
 
+    @abc.abstractmethod
     def _watch(self) -> None:
-        raise NotImplementedError
+        """Guard the model, its optimizer and its hooks as they are now."""
 
     def accept_switched(self) -> None:
         """Follow a change of `requires_grad`, made on every rank."""

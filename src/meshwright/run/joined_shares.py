@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from meshwright.apply.engine import Engine
-from meshwright.describe.batches import BatchSplitter, count_samples
+from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule
 from meshwright.trees import LEAVES, map_tensors, tensors_in, with_attributes
@@ -146,11 +146,10 @@ class JoinedShares:
         count = self._splitter.count(batch)
         if not count:
             return {"count": 0, "form": None if self._last is None else self._last[0]}
+        if getattr(batch, "num_samples", None) is not None:
+            return {"count": count, "obstacle": "the batch itself says how many samples it has (num_samples)"}
         try:
             form = _form_of(batch, count)
-            if getattr(batch, "num_samples", None) is not None:
-                return {"count": count, "obstacle": "the batch itself says how many samples it has (num_samples)"}
-            count_samples(batch)
         except ApplyError as error:
             return {"count": count, "obstacle": error.message}
         self._last = form, map_tensors(batch, lambda tensor: tensor[:0].clone() if tensor.dim() else tensor)

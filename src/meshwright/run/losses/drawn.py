@@ -93,11 +93,12 @@ def learn_draws(
             shows what they give, and ranks might take the batch whole.
     """
     draws.learn(enough_samples(parts, splitter), splitter, term, rule.known_weight if is_cut else None)
-    if draws.apart and is_cut:
+    if not is_cut:
+        return
+    if draws.apart:
         raise rule.refused(apart_error(draws.apart))
-    if is_cut:
-        judge_drawn_loss(rule, draws.losses)
-    if is_cut and rule.untried and draws.is_unproven and rule.asks_for_whole:
+    judge_drawn_loss(rule, draws.losses)
+    if rule.untried and draws.is_unproven and rule.asks_for_whole:
         error = ApplyError(
             "the model draws random numbers whenever it runs, and with the same ones parts of the first batch do not give what "
             "the whole gives, so that nothing shows that parts give one device's loss"
