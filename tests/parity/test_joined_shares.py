@@ -98,8 +98,9 @@ def test_a_loss_may_gather_rows_by_itself() -> None:
             torch.testing.assert_close(found[name], value, rtol=FLOAT64, atol=1e-13)
 
 
-def test_verify_joins_shares_as_a_run_does() -> None:
-    build, batches = functools.partial(jobs.build, "Contrast"), [jobs.batch(0), jobs.batch(1)]
+@pytest.mark.parametrize("kind", ["Contrast", "Noisy", "Balanced", "Paired"])
+def test_verify_joins_shares_as_a_run_does(kind: str) -> None:
+    build, batches = functools.partial(jobs.build, kind), [jobs.batch(0), jobs.batch(1)]
     report = verify_plan(build, "dp=2,zero=1", batches, None)
     assert report.equal, report.to_text()
     assert any("each of the 2 dp ranks computes all samples" in note for note in report.notes)

@@ -138,9 +138,10 @@ class FirstBatch(abc.ABC):
 
     def _settle_loss(self, parts: list[Any]) -> None:
         options = {"micro_batches": None if self.micro_batch_size else self.micro_batches, "casts": self.casts.dtype}
-        self._watch_loss.is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, **options)
+        is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, **options)
+        self._watch_loss.is_cut = is_cut and self.rule.refuses
         if self.draws is not None and not self.draws.is_known:
-            learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term, is_cut=self._watch_loss.is_cut)
+            learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term, is_cut=is_cut)
 
     def is_now_prepared(self) -> None:
         """Take note that the strategy has looked at a first batch."""

@@ -95,7 +95,7 @@ def learn_draws(
     draws.learn(enough_samples(parts, splitter), splitter, term, rule.known_weight if is_cut else None)
     if not is_cut:
         return
-    if draws.apart:
+    if draws.apart and rule.matters:
         raise rule.refused(apart_error(draws.apart))
     judge_drawn_loss(rule, draws.losses)
     if rule.untried and draws.is_unproven and rule.asks_for_whole:
@@ -114,7 +114,7 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
     Raises:
         ApplyError: It is no mean over samples.
     """
-    if not (rule.refuses or rule.asks_for_whole):
+    if not rule.matters:
         return
     is_shown = bool(told) and None not in told
     for whole, parts, least, most in [tried for tried in told if tried is not None]:

@@ -113,6 +113,11 @@ class LossRule:
         return self.join is not None
 
     @property
+    def matters(self) -> bool:
+        """Whether anything is done about a loss that parts do not give: an error, or shares that are joined."""
+        return self.refuses or self.asks_for_whole
+
+    @property
     def told(self) -> tuple[str, ...]:
         """What is to be known of the batch and the loss by now, for people."""
         return self.reasons if self.norms is None or not self.is_settled else (*self.norms.reasons, *self.reasons)

@@ -63,14 +63,14 @@ def settle_loss(
         casts: What autocast makes of a step; None: nothing.
 
     Returns:
-        Whether batches are cut, and a loss that parts do not give is refused.
+        Whether batches are cut.
 
     Raises:
         ApplyError: On every rank: steps would add up losses of parts of a batch, and those do not give the loss of the whole.
     """
     is_cut = engine.num_shares * engine.num_replicas * (micro_batches or _FEW) > 1
     if rule.is_settled:
-        return is_cut and rule.refuses
+        return is_cut
     if not is_cut and rule.is_given and not engine.takes_whole_batch:  # whose ranks add up gradients even so
         rule.settle(None)
         return False
@@ -85,7 +85,7 @@ def settle_loss(
     decision = decide(seen, is_given=rule.is_given)
     if is_cut and decision.error is None and rule.join is not None and shows_nothing(seen):
         decision = _decide_by_shares(rule, engine, splitter, rule.join(), decision, casts=casts)
-    refuses = is_cut and (rule.refuses or rule.asks_for_whole)
+    refuses = is_cut and rule.matters
     if decision.error is not None and refuses:
         raise rule.refused(decision.error, is_in_doubt=decision.is_in_doubt)
     kept = next((f"{evidence.kept} (rank {rank})" for rank, evidence in seen if evidence.kept), "")
@@ -109,7 +109,7 @@ def settle_loss(
     if of_shares is not None:
         reasons = (*reasons, of_shares)
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
-    return is_cut and rule.refuses
+    return is_cut
 
 
 # -- the trials -----------------------------------------------------------------------------------------------------------
