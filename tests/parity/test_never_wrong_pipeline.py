@@ -77,16 +77,15 @@ def test_equals_a_plain_loop_with_several_stages_a_rank(name: str) -> None:
     _assert_equal(name, "pp=2,schedule=zbv")
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "dp=2", "dp=2,zero=1"])
-def test_layers_that_the_first_batch_replaces_under_other_plans(plan: str) -> None:
-    _assert_equal("replaces", plan)
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,whole_below=1"])
+@pytest.mark.parametrize("name", ["replaces", "replaced_when_built"])
+def test_layers_that_the_first_batch_replaces_under_other_plans(name: str, plan: str) -> None:
+    _assert_equal(name, plan)
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=2", "dp=2,zero=3,whole_below=1"])
-def test_layers_that_the_first_batch_replaces_are_refused_where_ranks_hold_parts_and_the_fix_works(plan: str) -> None:
-    for outcome in testing.run_outcomes(jobs.run_planned, 2, "replaces", plan):
+def test_they_are_refused_where_ranks_hold_parts_of_a_model_too_large_to_be_whole() -> None:
+    for outcome in testing.run_outcomes(jobs.run_large, 2, "replaces", "dp=2,zero=3,whole_below=1"):
         assert "where a first forward does it: run it there, once" in str(outcome.error)
-    _assert_equal("replaced_when_built", plan)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved,virtual=2"])

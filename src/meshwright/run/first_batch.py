@@ -112,7 +112,7 @@ class FirstBatch(abc.ABC):
 
     def _prepare(self, parts: list[Any], *, evaluates: bool = False) -> None:
         is_prepared, is_first, self._has_looked = self.engine.is_prepared, not self._has_looked, True
-        if is_prepared and (not is_first or self.engine.needs_lockstep):  # there a forward is all ranks'
+        if is_prepared and not is_first:
             self._settle_loss(parts)
             return
         self.refuse_early_change()

@@ -12,12 +12,15 @@ from meshwright.apply.engine import Engine
 from meshwright.apply.first_look import begins_in_eval_mode, on_all_samples
 from meshwright.apply.state.settling import Children, settle
 from meshwright.errors import ApplyError
+from meshwright.run.losses.settle import has_room
 
 __all__: list[str] = []
 
 
 def settle_structure(engine: Engine, run: Callable[[nn.Module], Any] | None, look: Callable[[], None]) -> bool:
     """Run trials of a model, and settle its structure where they have replaced modules; every rank calls this.
+
+    Where parameters are pieces, ranks make them whole for it. Too large a model is left as it was; its first step refuses it.
 
     Args:
         engine: The strategy, before it looks at the model.
@@ -39,9 +42,12 @@ def settle_structure(engine: Engine, run: Callable[[nn.Module], Any] | None, loo
         before.restore()
     if not any(engine.everyone.all_gather_json(has_changed, device=engine.device)):
         return False
+    if engine.holds_parts and not has_room(engine):
+        return False
     settled = None
-    if run is not None:
-        settled = settle(module, on_all_samples(run), engine.device, in_eval_mode_too=begins_in_eval_mode(run))
+    with engine.whole_parameters(), engine.switch.plain():
+        if run is not None:
+            settled = settle(module, on_all_samples(run), engine.device, in_eval_mode_too=begins_in_eval_mode(run))
     kept = "" if settled is None else settled.digest
     told = engine.everyone.all_gather_json(_digest(module) + kept, device=engine.device)
     if len(set(told)) > 1:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from tests.parity.harness import nothing_runs_whole
 from tests.parity.jobs.never_wrong_pipeline_branches import (
@@ -107,6 +108,7 @@ from tests.parity.jobs.never_wrong_pipeline_ways import (
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.run.losses import settle
 
 MICRO_BATCHES = 2
 
@@ -169,6 +171,13 @@ def run_planned(name: str, plan: str) -> Record:
 def run_cut(name: str, plan: str) -> Record:
     """Train under a plan with tensor parallelism, on every rank; no call of a part that is cut may run whole."""
     with nothing_runs_whole():
+        return run_planned(name, plan)
+
+
+def run_large(name: str, plan: str) -> Record:
+    """Train a model that counts as too large for a rank to hold it whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settle, "_MOST_BYTES", 0)
         return run_planned(name, plan)
 
 

@@ -145,14 +145,14 @@ def look_at_share(
     """Return the evidence of this rank's share, or of a batch with parts of `counts` samples; None where there is no sample."""
     share = parts[0] if counts else enough_samples(parts, splitter)
     module = _uncompiled(engine.module)
-    term, has_room = _Term(rule, engine.device), _has_room(engine)
-    rule.has_untried_slopes = is_cut and not has_room
+    term, is_small = _Term(rule, engine.device), has_room(engine)
+    rule.has_untried_slopes = is_cut and not is_small
     # Each rank can run the model alone, or with others' parts of it.
     is_whole = not engine.is_prepared or engine.copies == 1
-    proofs = Proofs(are_wanted=is_cut and is_whole and has_room and not counts, changes=lambda: rule.changes)
+    proofs = Proofs(are_wanted=is_cut and is_whole and is_small and not counts, changes=lambda: rule.changes)
     trials = None
     if share is not None:
-        digits = {"casts": casts, "is_wide": is_whole and has_room and has_low(engine.parameters, share)}
+        digits = {"casts": casts, "is_wide": is_whole and is_small and has_low(engine.parameters, share)}
         options = {"splits_by_row": splitter.splits_by_row, "counts": counts, "proofs": proofs}
         trials = examine(share, module, splitter, **options, **digits)
     is_noted = not engine.buffers_changed()
@@ -171,8 +171,8 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
 
 
-def _has_room(engine: Engine) -> bool:
-    """Tell whether this rank may take gradients by all parameters, whole, for trials."""
+def has_room(engine: Engine) -> bool:
+    """Tell whether this rank may hold all parameters whole, and gradients by them, for trials."""
     held = sum(parameter.nbytes for parameter in engine.parameters)
     return held * (engine.everyone.size if engine.holds_parts else 1) <= _MOST_BYTES
 
