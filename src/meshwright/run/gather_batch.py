@@ -10,6 +10,7 @@ import torch
 
 from meshwright.comm.functional import all_gather_along
 from meshwright.errors import ApplyError, ConfigError
+from meshwright.run.losses.loss import LossRule
 from meshwright.run.model_collectives import module_of
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def _is_on_trial(caller: FrameType) -> bool:
     """Tell whether a trial runs this code, which each rank does for itself with the rows that it has."""
     frame = caller.f_back
     while frame is not None:
-        if module_of(frame).startswith(_TRIALS) or frame.f_code.co_name == "try_term":
+        of = module_of(frame)
+        if of.startswith(_TRIALS) or (of == LossRule.__module__ and frame.f_code.co_name == LossRule.try_term.__name__):
             return True
         frame = frame.f_back
     return False
