@@ -19,7 +19,8 @@ from torch import nn
 from meshwright.apply.modules.synced_norms import share_reason
 from meshwright.apply.norm import clip_, values_of
 from meshwright.apply.randomness.sites import StepDraws, repeats_recognised
-from meshwright.apply.shards.gradient_hooks import UserHook, guard_step_hooks, is_ours
+from meshwright.apply.shards.gradient_hooks import UserHook, guard_step_hooks
+from meshwright.apply.state.hook_tables import is_ours
 from meshwright.errors import ApplyError, ConfigError, NonFiniteError
 from meshwright.ranks.allocator import memory_returned
 from meshwright.run.agreement import Agreement
@@ -48,8 +49,7 @@ def refuse_shared(module: nn.Module, plan: str) -> None:
     """
     own = {id(parameter): name for name, parameter in module.named_parameters()}
     for loop in _LIVE:
-        shared = next((own[id(other)] for other in loop.engine.parameters if id(other) in own), None)
-        if shared is not None:
+        if (shared := next((own[id(other)] for other in loop.engine.parameters if id(other) in own), None)) is not None:
             raise ApplyError(
                 f"parameter '{shared}' is in another model under the plan '{loop.plan}' too, and the plan '{plan}' would "
                 "exchange its gradients again",

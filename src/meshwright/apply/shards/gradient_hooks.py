@@ -7,7 +7,6 @@ is not: it gets a gradient that refuses such functions.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection
 from typing import Any, Self
 
@@ -26,18 +25,12 @@ from meshwright.apply.shards.classes import (
 )
 from meshwright.apply.shards.facts import ShardFacts
 from meshwright.apply.shards.switch import ShardSwitch
+from meshwright.apply.state.hook_tables import is_ours
 
 __all__: list[str] = []
 
 
 _RUNNING_SUM = "a hook that waits for it is called after each micro-batch, with the sum of those before"
-
-
-def is_ours(hook: Any) -> bool:
-    """Tell whether a hook belongs to this package."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return (getattr(hook, "__module__", None) or "").split(".")[0] == "meshwright"
 
 
 class UserHook:

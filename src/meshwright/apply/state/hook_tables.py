@@ -8,6 +8,7 @@ leaves behind changes the gradient once more.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,13 @@ from meshwright.apply.state.attributes import OF_TORCH
 __all__: list[str] = []
 
 _TABLES = tuple(sorted(name for name in OF_TORCH if name.startswith(("_forward_", "_backward_"))))
+
+
+def is_ours(hook: Any) -> bool:
+    """Tell whether a hook belongs to this package; such a hook changes nothing."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").split(".")[0] == "meshwright"
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from meshwright.apply.state.attributes import OF_TORCH, may_change
 from meshwright.apply.state.elsewhere import Elsewhere, value_in
 from meshwright.apply.state.generators import draws_globally, is_generator, read_generator
 from meshwright.apply.state.grown import Grown, attributes_among, makes_attributes
+from meshwright.apply.state.hook_tables import is_ours
 from meshwright.apply.state.libraries import Home
 from meshwright.apply.state.slots import read_slots
 
@@ -300,7 +301,7 @@ def _hooks_of(module: nn.Module) -> list[Any]:
     """Return the user's hooks of a module, those of its backward too: trials take gradients."""
     tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     hooks = [hook for table in tables if table for hook in table.values()]
-    return [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith("meshwright.")]
+    return [hook for hook in hooks if not is_ours(hook)]
 
 
 def names_of(code: types.CodeType) -> set[str]:

@@ -23,7 +23,7 @@ from meshwright.apply.modules.forwards import users_class
 from meshwright.apply.modules.modes import set_eval_flags
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.buffers import BufferSnapshot
-from meshwright.apply.state.hook_tables import ParameterHooks
+from meshwright.apply.state.hook_tables import ParameterHooks, is_ours
 from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.apply.state.random_states import SteadyDraws, kept_random_states
 from meshwright.describe.function_caches import no_cached_tensors
@@ -285,8 +285,11 @@ def _is_held(child: nn.Module | None) -> bool:
         return False
     tensors = [*child._parameters.values(), *child._buffers.values()]
     hooks = [hook for name in _TABLES for hook in (vars(child).get(name) or {}).values() if callable(hook)]
-    is_ours = any(str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in hooks)
-    return is_ours or any(tensor is not None for tensor in tensors) or users_class(type(child)) is not type(child)
+    return (
+        any(map(is_ours, hooks))
+        or any(tensor is not None for tensor in tensors)
+        or users_class(type(child)) is not type(child)
+    )
 
 
 def _text_of(value: Any) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.apply.shards.gradient_hooks import is_ours
 from meshwright.apply.state.attributes import is_object
+from meshwright.apply.state.hook_tables import is_ours
 from meshwright.apply.state.outside import Outside
 
 __all__: list[str] = []

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from meshwright.apply.engine import Engine
-from meshwright.apply.shards.gradient_hooks import is_ours
 from meshwright.apply.state.attributes import OF_TORCH
+from meshwright.apply.state.hook_tables import is_ours
 from meshwright.run.sentinels.digest import digest_text
 from meshwright.run.sentinels.insides import InsidesWatch, told_text
 from meshwright.run.sentinels.settings import Rows, raise_different

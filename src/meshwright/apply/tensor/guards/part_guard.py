@@ -16,6 +16,7 @@ from meshwright._torch_dispatch import draws_untouched
 from meshwright._torch_private import WrapperTensor, current_function_mode, without_function_modes
 from meshwright.apply.modules.copies import rebind
 from meshwright.apply.state.buffers import BufferSnapshot
+from meshwright.apply.state.hook_tables import is_ours
 from meshwright.apply.state.random_states import kept_random_states
 from meshwright.apply.tensor.cutting import Cutting
 from meshwright.apply.tensor.guards import signatures
@@ -332,6 +333,6 @@ def _take_over(live: nn.Module, twin: nn.Module, of_whole: Mapping[str, Any]) ->
     twin.training = live.training
     twin._is_full_backward_hook = live._is_full_backward_hook
     for kind in (*signatures.HOOKS, *_HOW_HOOKS_RUN):
-        entries = {key: entry for key, entry in getattr(live, kind).items() if not signatures.is_ours(entry)}
+        entries = {key: entry for key, entry in getattr(live, kind).items() if not is_ours(entry)}
         getattr(twin, kind).clear()
         getattr(twin, kind).update(entries)

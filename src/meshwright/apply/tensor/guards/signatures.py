@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from meshwright._torch_private import GLOBAL_MODULE_HOOKS, WrapperTensor
 from meshwright.apply.state.arrays import is_array, read_array
 from meshwright.apply.state.copied_iterators import COPIED_ITERATORS, position_of
+from meshwright.apply.state.hook_tables import is_ours
 from meshwright.apply.tensor.guards.ambient import Ambient, with_gradients
 from meshwright.apply.tensor.guards.described import (
     DEPTH,
@@ -70,11 +71,6 @@ def _describe_module(module: nn.Module, describer: Describer) -> tuple[Any, ...]
     theirs = [hook for kind in HOOKS for hook in attributes[kind].values() if not is_ours(hook)]
     hooks = tuple(map(describer.describe, theirs))
     return class_name(module), module.training, own, of_class, hooks
-
-
-def is_ours(hook: Any) -> bool:
-    """Tell whether a hook belongs to this package; such a hook changes nothing."""
-    return str(getattr(hook, "__module__", "")).startswith("meshwright.")
 
 
 def _is_child(value: Any) -> bool:
