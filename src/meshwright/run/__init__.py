@@ -24,6 +24,7 @@ accumulate      GradientAccumulation, for users' own loops
 optimizer_draws  random numbers of an optimizer, alike on all ranks
 global_draws    random numbers of forwards that do not depend on the layout
 draw_trials     trials by which they are found
+trial_draws     the draws of one trial forward
 draw_orders     orders of samples that they try
 draws_of_torch  models that leave their draws to torch's generators
 draws_found     what the trials have shown on one rank

@@ -6,27 +6,20 @@ those of the whole, the numbers do not depend on how a batch is cut. A model who
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import nn
 
-from meshwright._torch_dispatch import batches_of_one
-from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
-from meshwright.apply.randomness.names import LOSS
-from meshwright.apply.randomness.philox import key_of
+from meshwright.apply.randomness.names import LOSS, called
+from meshwright.apply.randomness.python_calls import Site, Turns, ways_in_turn
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.apply.randomness.sample_loops import find_loops, note_loops
-from meshwright.apply.randomness.sites import StepDraws, called, in_forward, in_step
-from meshwright.apply.state.outside import Outside
 from meshwright.describe.batches import BatchSplitter
-from meshwright.python_state import PythonState
 from meshwright.run.draw_orders import beside, draws_inside, few, following, in_order, of_unknown_order, orders, turned
 from meshwright.run.draw_parts import are_alike, are_parts, is_mean_of
 from meshwright.run.draw_slopes import try_drawn_slopes
@@ -35,7 +28,7 @@ from meshwright.run.losses.drawn import losses_of
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
 from meshwright.run.losses.trial_parts import join_samples
 from meshwright.run.losses.trials import Evidence
-from meshwright.trees import tensors_in
+from meshwright.run.trial_draws import MakeStep, TrialDraws
 
 __all__: list[str] = []
 
@@ -44,93 +37,9 @@ _FEW = 2
 """Samples by which a model that draws nothing is known [count]."""
 _NUM_CHANCES = 4
 """Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Weigh = Callable[[Any], float] | None
 Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence]
-MakeStep = Callable[[Mapping[Call, SiteDims], int], contextlib.AbstractContextManager[StepDraws]]
-
-
-class TrialDraws:
-    """The draws of one trial forward, and its outputs.
-
-    Args:
-        module: The model.
-        make_step: Gives the context of a step that draws with these dims, and numbers that belong to a number.
-        first: The place of its first sample.
-        num_samples: Its samples [count].
-        dims: Known sample dims.
-        chance: The number to which its random numbers belong.
-        with_graph: Whether gradients are on, as in a step: code may look at that.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        make_step: MakeStep,
-        first: int,
-        num_samples: int,
-        *,
-        dims: Mapping[Call, SiteDims],
-        chance: int = 0,
-        with_graph: bool = False,
-    ) -> None:
-        self._module = module
-        self._make_step = make_step
-        self._forward = ForwardDraws(first, num_samples)
-        self._dims = dims
-        self._chance = chance
-        self._with_graph = with_graph
-        self.notes: dict[Call, DrawNote] = {}
-        self.outputs: list[Tensor] = []
-        self._forward.notes = self.notes
-        self.num_samples = num_samples
-        self.marks: frozenset[int] = frozenset()
-        """What torch's generator gave at each draw."""
-        self.uses_python = False
-        """Whether Python's or NumPy's generator has drawn."""
-        self.uses_own = False
-        """Whether a generator that the model's code keeps has drawn."""
-        self.is_unseen = False
-        """Whether torch's generator has drawn, and no call was seen that did."""
-        self.loss = math.nan
-        self.outcome = TrialOutcome()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Draw by place inside the context; batch statistics, which mix samples, are left out."""
-        for module in self._module.modules():
-            if isinstance(module, _BATCH_NORMS):
-                module.eval()
-        names = {id(module): name for name, module in self._module.named_modules()}
-
-        def count(module: nn.Module, _: Any) -> None:
-            if id(module) in names:
-                self._forward.module_calls[names[id(module)]] += 1
-
-        # Trials begin with different states: equal marks are of a forward that seeds the generator.
-        torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
-        state, told = torch.get_rng_state(), list[str]()
-        hook = register_module_forward_pre_hook(count)
-        try:
-            with self._make_step(self._dims, self._chance) as step:
-                step.on_unknown = told.append
-                python, own = PythonState(), Outside.of(self._module).generator_states()
-                try:
-                    graph = torch.set_grad_enabled(self._with_graph)
-                    with in_step(step), in_forward(self._forward), graph, batches_of_one():
-                        yield
-                finally:
-                    self.marks, self.uses_python = step.marks, python.has_moved()
-                    self.uses_own = Outside.of(self._module).generator_states() != own
-                    is_seen = bool(self.notes or told)
-                    self.is_unseen = not is_seen and not torch.equal(state, torch.get_rng_state())
-        finally:
-            hook.remove()
-
-    def take(self, outputs: Any) -> None:
-        """Keep the outputs."""
-        self.outputs = [tensor.detach() for tensor in tensors_in(outputs) if type(tensor) is Tensor]
 
 
 class DrawTrials:
@@ -143,6 +52,7 @@ class DrawTrials:
         decides: Whether the model's code may decide by random numbers of Python or NumPy which calls it makes.
         with_graph: As for `TrialDraws`.
         weigh: Gives the weight of a part's mean, where gradients of parts are to give the whole's; else None.
+        turns: As for `TrialDraws`.
     """
 
     def __init__(
@@ -154,8 +64,10 @@ class DrawTrials:
         decides: bool = False,
         with_graph: bool = False,
         weigh: Weigh = None,
+        turns: Mapping[Site, Turns] | None = None,
     ) -> None:
         self._weigh = weigh
+        self._turns = turns
         self._module = module
         self._splitter = splitter
         self._make_step = make_step
@@ -188,6 +100,9 @@ class DrawTrials:
                 continue
             pieces = yield from self._run(placed, {}, chance)
             found.draws = True
+            if not whole[0].notes.keys() <= found.notes.keys():
+                found.chances.append(chance)
+                found.notes = whole[0].notes | found.notes
             found.inside = draws_inside(whole[0].notes) | found.inside
             found.seeds |= any(whole[0].marks & piece.marks for piece in pieces)
             self._note_dims(found, whole[0], pieces)
@@ -200,6 +115,8 @@ class DrawTrials:
         found.is_proven = yield from self._prove(found, placed, found.dims)
         loops = [call for call, dims in found.dims.items() if dims.loop]
         merged = yield from self._try_orders(found, placed, loops)
+        if uses_python and not found.is_proven:
+            merged = yield from self._try_turns(found, placed, loops)
         if found.is_proven and self._weigh is not None:
             run = functools.partial(self._run, dims=found.dims)
             coarse = any(p.is_cuda or p.dtype in (torch.float16, torch.bfloat16) for p in self._module.parameters())
@@ -223,6 +140,23 @@ class DrawTrials:
             if found.is_proven:
                 found.dims.update(dims)
         return merged if found.is_proven else (yield from self._follow_rows(found, placed))
+
+    def _try_turns(
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]], loops: Sequence[Call]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
+        """Try Python's and NumPy's generators as those of loops over samples; return the calls with two orders of samples."""
+        self._turns = {}
+        (whole,) = yield from self._run([(found.share, 0)], found.dims)
+        pieces = yield from self._run(placed, found.dims)
+        for turns in ways_in_turn([(one.num_samples, one.python_counts) for one in (whole, *pieces)]):
+            self._turns = turns
+            found.is_proven = yield from self._prove(found, placed, found.dims)
+            merged = yield from self._try_orders(found, placed, loops)
+            if found.is_proven:
+                found.turns, found.draws = turns, True
+                return merged
+        self._turns = None
+        return []
 
     def _follow_rows(
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
@@ -310,9 +244,12 @@ class DrawTrials:
                 found.unclear.append(f"draw {call[1]} of {called(call[0])}")
 
     def note_cut(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
-        """DrawNote what the cut model draws; found.notes and found.outputs become those of it."""
+        """Note what the cut model draws; found.notes and found.outputs become those of it."""
         cut = yield from self._run([(found.share, 0)], dims)
         found.notes, found.outputs = cut[0].notes, cut[0].outputs
+        for chance in found.chances:
+            (more,) = yield from self._run([(found.share, 0)], dims, chance)
+            found.notes = more.notes | found.notes
         return Evidence()
 
     def _run(
@@ -329,6 +266,7 @@ class DrawTrials:
                 dims=dims,
                 chance=chance,
                 with_graph=with_graph,
+                turns=self._turns,
             )
             for batch, first in batches
         ]

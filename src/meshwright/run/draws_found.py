@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.randomness.forward_draws import DrawNote
+from meshwright.apply.randomness.python_calls import Site, Turns
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 from meshwright.run.losses.drawn import Tried
 
@@ -31,6 +32,8 @@ class DrawsFound:
     """Whether Python's or NumPy's generator may draw for each sample."""
     uses_python: bool = False
     """Whether Python's or NumPy's generator draws."""
+    turns: Mapping[Site, Turns] | None = None
+    """Loops over samples that draw by these, by place in the code; None: there are none, or their samples were not found."""
     uses_own: bool = False
     """Whether a generator that the model's code keeps draws."""
     is_unseen: bool = False
@@ -41,7 +44,9 @@ class DrawsFound:
     """Calls whose samples lie in an order that could not be tried."""
     dims: dict[Call, SiteDims] = dataclasses.field(default_factory=dict)
     notes: dict[Call, DrawNote] = dataclasses.field(default_factory=dict)
-    """What the whole drew."""
+    """What the whole drew, with any of the numbers that decide which calls are made."""
+    chances: list[int] = dataclasses.field(default_factory=list)
+    """The numbers of those, beside the first, with which it made calls that it had not made before."""
     inside: dict[Call, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """Draws of each module during each call."""
     outputs: list[Tensor] = dataclasses.field(default_factory=list)

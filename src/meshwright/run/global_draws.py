@@ -18,6 +18,8 @@ from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
+from meshwright.apply.randomness.python_calls import PythonCalls, Site, Turns, turns_of_all, turns_to_rows
+from meshwright.apply.randomness.python_seeding import calls_seeded
 from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, from_rows, of_all_ranks, to_rows
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
@@ -94,6 +96,8 @@ class GlobalDraws:
         self._python: bool | None = None
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
+        self._turns: dict[Site, Turns] | None = None
+        """Loops over samples that draw by them, by place in the code; None: there are none."""
         install_operators()
         self._why_torch = why_torch_draws(
             module, num_replicas=engine.num_replicas, shares_layers=len(self._sharers) > 1
@@ -114,7 +118,7 @@ class GlobalDraws:
         """Forget the first batch, which is learned anew."""
         self.is_known, self.is_off, self.apart = False, self._why_torch is not None, ""
         self.is_unproven = False
-        self._told, self._num_shared = {}, 0
+        self._told, self._num_shared, self._turns = {}, 0, None
 
     @property
     def has_news(self) -> bool:
@@ -197,10 +201,15 @@ class GlobalDraws:
         """
         if self.is_off:
             return contextlib.nullcontext()
-        forward = in_forward(ForwardDraws(first, num_samples))
+        forward = ForwardDraws(first, num_samples)
         if not self._draws_by_python:
-            return forward
-        apart = f"/{self.share}/{first}" if self._python_apart else ""
+            return in_forward(forward)
+        if self._turns is not None and num_samples:
+            text = f"{self._text_of(kind)}/{number or ''}"
+            found = {"turns": self._turns, "on_unknown": self.tell}
+            forward.python = PythonCalls(text, self.names, first, num_samples, **found)
+        is_apart = self._python_apart or (self._turns is not None and not num_samples)
+        apart = f"/{self.share}/{first}" if is_apart else ""
         return self._python_draws(kind, number, apart, forward)
 
     def _text_of(self, kind: str) -> str:
@@ -224,7 +233,7 @@ class GlobalDraws:
         kind: str,
         number: int = 0,
         apart: str = "",
-        forward: contextlib.AbstractContextManager[None] | None = None,
+        forward: ForwardDraws | None = None,
     ) -> Iterator[None]:
         """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
         if not self._draws_by_python and kind != "trial":
@@ -235,8 +244,13 @@ class GlobalDraws:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
-            with forward or contextlib.nullcontext():
-                yield
+            with contextlib.nullcontext() if forward is None else in_forward(forward):
+                if forward is None or forward.python is None:
+                    yield
+                else:
+                    with calls_seeded():
+                        yield
+                    forward.python.check()
         finally:
             before.restore()
 
@@ -252,7 +266,8 @@ class GlobalDraws:
         # Where forwards gather parameters, gradients would have each rank keep them for a backward.
         with_graph = not (self._engine.is_prepared and self._engine.needs_lockstep)
         decides = self._draws_by_python
-        return DrawTrials(self.module, splitter, self._trial, decides=decides, with_graph=with_graph, weigh=weigh)
+        options = {"decides": decides, "with_graph": with_graph, "weigh": weigh, "turns": self._turns}
+        return DrawTrials(self.module, splitter, self._trial, **options)
 
     def learn(self, share: Any, splitter: BatchSplitter, term: Term, weigh: Weigh = None) -> None:
         """Find the sample dims of all draws by trials of the first batch; every rank calls it.
@@ -301,7 +316,7 @@ class GlobalDraws:
             watch_attention()
         whole, self._found = self._found, None
         trials = self._trials(splitter)
-        cut = None if whole is None else DrawsFound(whole.share)
+        cut = None if whole is None else DrawsFound(whole.share, chances=whole.chances)
         with self._engine.group.ledger.of_checks():
             with denials_kept(self.module):
                 self._run(None if cut is None else trials.note_cut(cut, self.dims), term)
@@ -340,6 +355,7 @@ class GlobalDraws:
             loose, uses_python = found.loose[:1], found.uses_python
             beside = [found.losses, found.apart, found.uses_own, found.is_unseen, found.unclear, loose, uses_python]
             own = [found.draws, found.is_proven, to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
+            own.append(turns_to_rows(found.turns))
         told = self._gather([self._why_torch, own])
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
@@ -352,7 +368,8 @@ class GlobalDraws:
             if self.has_draws:
                 self.leave_to_torch(self._why_torch)
             return
-        if self.has_draws and not all(row[1] for row in rows):
+        self._turns, are_alike = turns_of_all([row[7] for row in rows])
+        if self.has_draws and not (are_alike and all(row[1] for row in rows)):
             self.is_unproven = True
             self.tell(_UNPROVEN)
         self._python = any(row[6][-1] for row in rows) or self._python  # in code that was not followed

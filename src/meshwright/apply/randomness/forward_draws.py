@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 
 from meshwright.apply.randomness.chosen_rows import ChosenRows, RowsChosen
+from meshwright.apply.randomness.python_calls import PythonCalls
 from meshwright.apply.randomness.sample_dims import Call, Slicing
 
 __all__: list[str] = []
@@ -55,6 +56,8 @@ class ForwardDraws:
         self.rows = ChosenRows()
         self.sites: dict[Call, int] = {}
         """Where the code stood that made each call, for repetitions in backward."""
+        self.python: PythonCalls | None = None
+        """Calls of Python's and NumPy's generators, where each has its place."""
 
     def again(self) -> ForwardDraws:
         """Return a forward of the same samples, at the same place among its draws."""
@@ -65,6 +68,8 @@ class ForwardDraws:
 
     def begin_again(self) -> None:
         """Number the draws from the start."""
+        if self.python is not None:
+            self.python.begin_again()
         self.counts.clear()
         self.module_calls.clear()
         self.rows.clear()

@@ -117,3 +117,8 @@ def batch_of_attention() -> int | None:
 def series_of(name: str) -> str:
     """Return a name without its numbers, which layers of one kind share."""
     return ".".join(re.sub(r"\d+$", "*", part) for part in name.split("."))
+
+
+def called(name: str) -> str:
+    """Return how messages call a module of this name."""
+    return "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"

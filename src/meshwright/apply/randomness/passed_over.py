@@ -9,8 +9,9 @@ from torch import Tensor
 
 from meshwright.apply.randomness.chosen_rows import is_around
 from meshwright.apply.randomness.forward_draws import ForwardDraws
+from meshwright.apply.randomness.names import called
 from meshwright.apply.randomness.sample_dims import Call
-from meshwright.apply.randomness.sites import StepDraws, called, running_draws
+from meshwright.apply.randomness.sites import StepDraws, running_draws
 
 __all__: list[str] = []
 

@@ -24,7 +24,7 @@ from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
 from meshwright.apply.randomness.chosen_rows import ChosenRows
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.known_dims import cut_in_turn, dims_of_call, of_several_calls
-from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention
+from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention, called
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.row_places import has_other_rows, is_on_rows, place_in_rows, sizes_given
 from meshwright.apply.randomness.row_slices import place_slice
@@ -186,11 +186,6 @@ class StepDraws:
 
 
 _located = functools.lru_cache(maxsize=4096)(locate)
-
-
-def called(name: str) -> str:
-    """Return how messages call a module of this name."""
-    return "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
 
 
 class _Running(threading.local):

@@ -1,0 +1,59 @@
+"""Functions of Python's and NumPy's global generators, which begin a stream of their own at each call while a forward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from meshwright.apply.randomness.sites import running_draws
+
+__all__: list[str] = []
+
+_STATES = ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
+_MASK = 2**32 - 1
+
+
+def _functions() -> Iterator[tuple[Any, str, Any]]:
+    """Yield (module, name, function) of what draws from the global generators."""
+    for module, owner in ((random, random._inst), (np.random, np.random.mtrand._rand)):  # type: ignore[attr-defined]
+        for name, value in list(vars(module).items()):
+            if getattr(value, "__self__", None) is owner and name not in _STATES:
+                yield module, name, value
+
+
+@contextlib.contextmanager
+def calls_seeded() -> Iterator[None]:
+    """Seed each call of the global generators by its place, of forwards in this thread that have `PythonCalls`."""
+    before = list(_functions())
+    for module, name, function in before:
+        setattr(module, name, _seeded(function, _seed_python if module is random else _seed_numpy))
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def _seeded(function: Callable[..., Any], seed: Callable[[int], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        drawn = running_draws()
+        calls = None if drawn is None else drawn[1].python
+        if calls is not None:
+            seed(calls.next_key())
+        return function(*args, **kwargs)
+
+    return draw
+
+
+def _seed_python(key: int) -> None:
+    random.seed(key)
+
+
+def _seed_numpy(key: int) -> None:
+    np.random.seed([key & _MASK, key >> 32])

@@ -1,0 +1,128 @@
+"""The draws of one trial forward, and its outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from meshwright._torch_dispatch import batches_of_one
+from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
+from meshwright.apply.randomness.philox import key_of
+from meshwright.apply.randomness.python_calls import PythonCalls, Site, Turns
+from meshwright.apply.randomness.python_seeding import calls_seeded
+from meshwright.apply.randomness.sample_dims import Call, SiteDims
+from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
+from meshwright.apply.state.outside import Outside
+from meshwright.python_state import PythonState
+from meshwright.run.losses.trial_forward import TrialOutcome
+from meshwright.trees import tensors_in
+
+__all__: list[str] = []
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+MakeStep = Callable[[Mapping[Call, SiteDims], int], contextlib.AbstractContextManager[StepDraws]]
+
+
+class TrialDraws:
+    """The draws of one trial forward, and its outputs.
+
+    Args:
+        module: The model.
+        make_step: Gives the context of a step that draws with these dims, and numbers that belong to a number.
+        first: The place of its first sample.
+        num_samples: Its samples [count].
+        dims: Known sample dims.
+        chance: The number to which its random numbers belong.
+        with_graph: Whether gradients are on, as in a step: code may look at that.
+        turns: Of calls of Python's and NumPy's generators, each seeded by its place; none known: they are counted. None: their
+            numbers come one after the other.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_step: MakeStep,
+        first: int,
+        num_samples: int,
+        *,
+        dims: Mapping[Call, SiteDims],
+        chance: int = 0,
+        with_graph: bool = False,
+        turns: Mapping[Site, Turns] | None = None,
+    ) -> None:
+        self._module = module
+        self._make_step = make_step
+        self._forward = ForwardDraws(first, num_samples)
+        self._dims = dims
+        self._chance = chance
+        self._with_graph = with_graph
+        self._turns = turns
+        self.notes: dict[Call, DrawNote] = {}
+        self.outputs: list[Tensor] = []
+        self._forward.notes = self.notes
+        self.num_samples = num_samples
+        self.marks: frozenset[int] = frozenset()
+        """What torch's generator gave at each draw."""
+        self.uses_python = False
+        """Whether Python's or NumPy's generator has drawn."""
+        self.uses_own = False
+        """Whether a generator that the model's code keeps has drawn."""
+        self.is_unseen = False
+        """Whether torch's generator has drawn, and no call was seen that did."""
+        self.loss = math.nan
+        self.outcome = TrialOutcome()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Draw by place inside the context; batch statistics, which mix samples, are left out."""
+        for module in self._module.modules():
+            if isinstance(module, _BATCH_NORMS):
+                module.eval()
+        names = {id(module): name for name, module in self._module.named_modules()}
+
+        def count(module: nn.Module, _: Any) -> None:
+            if id(module) in names:
+                self._forward.module_calls[names[id(module)]] += 1
+
+        # Trials begin with different states: equal marks are of a forward that seeds the generator.
+        torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
+        state, told = torch.get_rng_state(), list[str]()
+        hook = register_module_forward_pre_hook(count)
+        try:
+            with self._make_step(self._dims, self._chance) as step:
+                step.on_unknown = told.append
+                python, own = PythonState(), Outside.of(self._module).generator_states()
+                try:
+                    graph = torch.set_grad_enabled(self._with_graph)
+                    with in_step(step), in_forward(self._forward), graph, batches_of_one(), self._seeded(step):
+                        yield
+                finally:
+                    self.marks, self.uses_python = step.marks, python.has_moved()
+                    self.uses_own = Outside.of(self._module).generator_states() != own
+                    is_seen = bool(self.notes or told)
+                    self.is_unseen = not is_seen and not torch.equal(state, torch.get_rng_state())
+        finally:
+            hook.remove()
+
+    def _seeded(self, step: StepDraws) -> contextlib.AbstractContextManager[None]:
+        if self._turns is None:
+            return contextlib.nullcontext()
+        place = self._forward.first, self.num_samples
+        self._forward.python = PythonCalls(step.text, step.names, *place, turns=self._turns)
+        return calls_seeded()
+
+    @property
+    def python_counts(self) -> Mapping[Site, int]:
+        """Calls of Python's and NumPy's generators at each place in the code [count]."""
+        return {} if self._forward.python is None else self._forward.python.counts
+
+    def take(self, outputs: Any) -> None:
+        """Keep the outputs."""
+        self.outputs = [tensor.detach() for tensor in tensors_in(outputs) if type(tensor) is Tensor]

@@ -1,0 +1,157 @@
+"""Models that draw by Python's and NumPy's generators for one sample after the other, in their own code."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+
+STEPS = 3
+NUM_SAMPLES = 7
+LENGTH = 5
+SEED = 20
+"""With which the first trial of `LayerDrop` leaves out two of its layers."""
+
+
+def _masks(num: int, length: int, rate: float, *, by_numpy: bool) -> Tensor:
+    """Return masks as SpecAugment makes them: one number for all, then a choice for each sample."""
+    more = np.random.rand(1).item() if by_numpy else random.random()
+    masked = np.zeros((num, length), dtype=bool)
+    for row in masked:
+        count = int(rate * length + more)
+        row[np.random.choice(length, count, replace=False) if by_numpy else random.sample(range(length), count)] = True
+    return torch.from_numpy(masked)
+
+
+class Masked(nn.Module):
+    """Masks over the steps, then over the features, and dropout where it is asked for."""
+
+    def __init__(self, *, by_numpy: bool = True, rate: float = 0.0) -> None:
+        super().__init__()
+        self.by_numpy = by_numpy
+        self.mask = nn.Parameter(torch.randn(6))
+        self.up, self.down, self.dropout = nn.Linear(6, 8), nn.Linear(8, 3), nn.Dropout(rate)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            x = torch.where(_masks(len(x), LENGTH, 0.4, by_numpy=self.by_numpy)[..., None], self.mask, x)
+            x = x.masked_fill(_masks(len(x), 6, 0.2, by_numpy=self.by_numpy)[:, None], 0)
+        return self.down(self.dropout(torch.relu(self.up(x)))).mean(1) - y
+
+
+class Inner(nn.Module):
+    """Two factors for each sample, of which all samples take the first ones before the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for shift in range(2):
+            factors = [random.uniform(0.5, 1.5) for _ in range(len(x))]
+            x = x * torch.tensor(factors, dtype=x.dtype)[:, None, None] + shift
+        return self.down(torch.relu(self.up(x))).mean(1) - y
+
+
+class Uneven(Inner):
+    """As many numbers for a sample as its values say."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        counts = [int(row.abs().sum()) % 3 for row in x]
+        factors = [1 + sum(np.random.uniform(-0.1, 0.1) for _ in range(count)) for count in counts]
+        return self.down(torch.relu(self.up(x * torch.tensor(factors, dtype=x.dtype)[:, None, None]))).mean(1) - y
+
+
+class Later(Masked):
+    """Draws once more for each sample, from the second step on."""
+
+    is_late = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.is_late and self.training:
+            y = y + torch.tensor([[random.uniform(-1, 1)] for _ in range(len(y))], dtype=y.dtype)
+        return super().forward(x, y)
+
+
+class _Dropped(nn.Module):
+    """A residual layer with dropout, which a number skips as LayerDrop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(6, 16), nn.Linear(16, 6), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(torch.relu(self.up(x))))
+
+
+class LayerDrop(nn.Module):
+    """Four layers, of which each is left out in three of ten forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(_Dropped() for _ in range(4)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) >= 0.3:
+                x = layer(x)
+        return self.head(x).mean(1) - y
+
+
+KINDS: dict[str, Any] = {
+    "numpy": Masked,
+    "python": functools.partial(Masked, by_numpy=False),
+    "dropout": functools.partial(Masked, rate=0.2),
+    "inner": Inner,
+    "uneven": Uneven,
+    "later": Later,
+    "layerdrop": LayerDrop,
+}
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return KINDS[kind]().double()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(NUM_SAMPLES, LENGTH, 6, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.randn(NUM_SAMPLES, 3, generator=generator, dtype=torch.float64)}
+
+
+def squares(outputs: Tensor, _: Any) -> Tensor:
+    return outputs.square().mean()
+
+
+def train(kind: str, line: str, loop: str = "step") -> tuple[list[float], dict[str, Tensor], tuple[str, ...]]:
+    """Return losses, the state at the end, and the plan's reasons."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    model = mw.apply_plan(
+        functools.partial(build, kind),
+        line,
+        loss_fn=squares,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        seed=SEED,
+    )
+    losses = []
+    for step in range(STEPS):
+        share = mw.split_batch(batch(step), model)
+        if kind == "later":
+            model.module.is_late = step > 0
+        if loop == "step":
+            losses.append(model.step(share).loss)
+        else:
+            loss = model.loss(share)
+            losses.append(float(model.backward(loss)))
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+    return losses, model.full_state_dict(), model.plan.reasons

@@ -1,0 +1,84 @@
+"""Draws of Python's and NumPy's generators for one sample after the other: the same numbers under every plan."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.parity.jobs import python_draws_jobs as jobs
+from tests.tolerances import FLOAT64
+
+import meshwright as mw
+from meshwright import testing
+
+PLANS = ["dp=2", "dp=3,zero=3,whole_below=0", "single,micro_batches=3", "dp=2,micro_batches=2", "tp=2", "dp=2,tp=2"]
+
+plainly = functools.cache(jobs.train)
+
+
+def assert_like_one_device(kind: str, line: str, loop: str = "step") -> None:
+    losses, state, reasons = plainly(kind, "single", loop)
+    assert not any("rng:" in reason for reason in reasons)
+    for found, values, told in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, kind, line, loop):
+        assert not any("rng:" in reason for reason in told)
+        assert found == pytest.approx(losses, rel=FLOAT64)
+        for name, value in state.items():
+            torch.testing.assert_close(values[name], value, rtol=FLOAT64, atol=1e-13)
+
+
+@pytest.mark.parametrize("line", PLANS)
+@pytest.mark.parametrize("kind", ["numpy", "python", "dropout", "inner"])
+def test_loops_over_samples(kind: str, line: str) -> None:
+    assert_like_one_device(kind, line)
+
+
+@pytest.mark.parametrize("line", ["pp=2,micro_batches=2", "dp=2,pp=2,micro_batches=2,schedule=gpipe"])
+@pytest.mark.parametrize("kind", ["numpy", "dropout"])
+def test_loops_over_samples_under_pipelines(kind: str, line: str) -> None:
+    assert_like_one_device(kind, line)
+
+
+def test_loops_over_samples_in_an_own_loop() -> None:
+    assert_like_one_device("dropout", "dp=2", "own")
+
+
+@pytest.mark.parametrize("line", ["tp=2", "dp=2,tp=2"])
+def test_layers_that_the_first_numbers_leave_out_are_cut_with_others(line: str) -> None:
+    assert_like_one_device("layerdrop", line)
+
+
+def test_samples_and_steps_have_masks_of_their_own() -> None:
+    losses, _, _ = plainly("numpy", "single", "step")
+    assert len(set(losses)) == jobs.STEPS
+
+
+def test_loops_whose_turns_values_decide_are_told() -> None:
+    for _, _, told in testing.run_ranks(jobs.train, 2, "uneven", "dp=2"):
+        assert any("may draw a number for each sample" in reason for reason in told)
+
+
+def test_loops_that_begin_later_are_told() -> None:
+    for _, _, told in testing.run_ranks(jobs.train, 2, "later", "dp=2"):
+        assert any("draws by Python's or NumPy's generator where it did not" in reason for reason in told)
+
+
+def test_the_scripts_generators_go_on_as_they_would() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    before = random.random(), np.random.rand()
+    functions = random.random, np.random.rand
+    jobs.train("numpy", "single")
+    assert functions == (random.random, np.random.rand)  # nothing is left in their place
+    random.seed(1)
+    np.random.seed(1)
+    model = mw.apply_plan(
+        functools.partial(jobs.build, "numpy"),
+        "single",
+        loss_fn=jobs.squares,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    model.step(jobs.batch(0))
+    assert (random.random(), np.random.rand()) == before
