@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright._torch_dispatch import draws_untouched
 from meshwright._torch_private import is_in_backward, without_function_modes
 from meshwright.apply.randomness.sites import on_slices
+from meshwright.apply.state.undisturbed import is_trying
 from meshwright.apply.tensor.slices import Slices, make_whole
 from meshwright.apply.tensor.tensor_layout import Chain, Region
 from meshwright.comm.communicator import Communicator
@@ -37,11 +38,14 @@ class Drawing:
         self._state: tuple[Tensor, Tensor | None] | None = None
         self._own = 0
         """Seed of this rank's own numbers."""
+        self._unmoved: tuple[list[Tensor], list[Tensor]] | None = None
+        """On trial: the states before the common seed was drawn, and those that this rank's own numbers begin with."""
 
     def apart(self, device: torch.device) -> None:
         """Start drawing per rank, from a state derived from the common one, so that recompute can repeat it."""
         if self.is_apart:
             return
+        before = _states(device) if is_trying() else None
         with draws_untouched():
             seed = int(torch.randint(2**62, ()))  # the same on every rank, and the common generator moves on
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -51,6 +55,7 @@ class Drawing:
         if cuda is not None:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(own)
+        self._unmoved = None if before is None else (before, _states(device))
 
     def together(self, device: torch.device) -> None:
         """Start drawing the same numbers on all ranks again."""
@@ -58,9 +63,12 @@ class Drawing:
         if self._state is None:
             return
         state, cuda = self._state
-        self._state = None
+        unmoved, self._state, self._unmoved = self._unmoved, None, None
         if not was_apart:
             return
+        if unmoved is not None and all(map(torch.equal, _states(device), unmoved[1])):
+            # A trial asks whether the model draws, and the seed is no draw of its code.
+            state, cuda = unmoved[0][0], None if cuda is None else unmoved[0][1]
         torch.set_rng_state(state)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
@@ -73,6 +81,12 @@ class Drawing:
         generator back by itself.
         """
         return self._state is not None and torch.default_generator.initial_seed() == self._own
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators: the CPU's, and a GPU's where the device is one."""
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
 
 
 class RunningChain:
