@@ -24,7 +24,7 @@ from meshwright.run.draw_orders import beside, draws_inside, few, following, in_
 from meshwright.run.draw_parts import are_alike, are_parts, is_mean_of
 from meshwright.run.draw_slopes import try_drawn_slopes
 from meshwright.run.draws_found import DrawsFound
-from meshwright.run.losses.drawn import losses_of
+from meshwright.run.losses.drawn import doubtful_gap, losses_of
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
 from meshwright.run.losses.trial_parts import join_samples
 from meshwright.run.losses.trials import Evidence
@@ -120,7 +120,8 @@ class DrawTrials:
         if found.is_proven and self._weigh is not None:
             run = functools.partial(self._run, dims=found.dims)
             coarse = any(p.is_cuda or p.dtype in (torch.float16, torch.bfloat16) for p in self._module.parameters())
-            found.apart = yield from try_drawn_slopes(run, share, placed, self._weigh, is_coarse=coarse)
+            options = {"is_coarse": coarse, "gap": doubtful_gap(found.losses)}
+            found.apart = yield from try_drawn_slopes(run, share, placed, self._weigh, **options)
         if found.is_proven:
             yield from self._look_for_unseen_rows(found, placed)
             yield from self._look_for_unseen_orders(found, merged, loops)

@@ -111,6 +111,8 @@ class Paired(nn.Module):
 class Balanced(nn.Module):
     """Dropout, and a term over the batch's shares of experts while it trains alone."""
 
+    weight = 4.0
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.gate = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2)), nn.Linear(8, 4)
@@ -119,8 +121,14 @@ class Balanced(nn.Module):
         out = self.gate(self.up(x)).softmax(-1)
         loss = (out - y[:, :4]).square().mean()
         if self.training:
-            loss = loss + 4 * (F.one_hot(out.argmax(-1), 4).to(x.dtype).mean(0) * out.mean(0)).sum()
+            loss = loss + self.weight * (F.one_hot(out.argmax(-1), 4).to(x.dtype).mean(0) * out.mean(0)).sum()
         return {"loss": loss, "left": out}
+
+
+class Nudged(Balanced):
+    """The like, whose term is so small that the loss hardly shows it."""
+
+    weight = 1e-3
 
 
 class Counted(nn.Module):
@@ -137,7 +145,7 @@ class Counted(nn.Module):
 
 
 KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward, Paired, Balanced, Counted)
+    kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward, Paired, Balanced, Nudged, Counted)
 }
 KINDS |= {way: functools.partial(Compared, way) for way in ("rolled", "mined", "whitened")}
 

@@ -71,6 +71,22 @@ def _differences(outputs: Sequence[Tensor], dtypes: Set[torch.dtype]) -> tuple[f
     return 4e-6, 1e-3 if any(tensor.is_cuda for tensor in outputs) else 1e-4
 
 
+def doubtful_gap(tried: Tried) -> float:
+    """Return by how much the loss of parts differs from the whole's where that may be more than roundings; else 0 [fraction]."""
+    if tried is None:
+        return 0.0
+    (gap, _), (_, _, least, most) = _gap_of(tried), tried
+    return gap if least < gap <= _LARGE * most else 0.0
+
+
+def _gap_of(tried: Sequence[Any]) -> tuple[float, float]:
+    """Return the relative distance of the parts' mean from the whole's loss, and what it is relative to."""
+    whole, parts, *_ = tried
+    largest = max(abs(value) for value in (whole, *(loss for loss, _ in parts)))
+    mean = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
+    return (abs(mean - whole) / largest if largest else 0.0), largest
+
+
 class LearnsDraws(Protocol):
     """What finds the sample dims of draws; see `meshwright.run.global_draws`."""
 
@@ -109,7 +125,8 @@ def learn_draws(
 def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
     """Refuse a loss that parts do not give, or take back that it could not be tried; with what all ranks have found.
 
-    One that was tried without its draws may have terms while it trains alone: large ones are looked for.
+    One that was tried without its draws may have terms while it trains alone: large ones are looked for here, and small ones by
+    their gradients (`try_drawn_slopes`).
 
     Raises:
         ApplyError: It is no mean over samples.
@@ -117,13 +134,12 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
     if not rule.matters:
         return
     is_shown = bool(told) and None not in told
-    for whole, parts, least, most in [tried for tried in told if tried is not None]:
+    for tried in [tried for tried in told if tried is not None]:
+        whole, parts, least, most = tried
         most *= 1.0 if rule.untried else _LARGE
-        largest = max(abs(value) for value in (whole, *(loss for loss, _ in parts)))
-        mean = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
-        gap = abs(mean - whole)
-        if gap <= most * largest:
-            is_shown = is_shown and gap <= least * largest
+        gap, largest = _gap_of(tried)
+        if gap <= most:
+            is_shown = is_shown and gap <= least
             continue
         is_total = abs(sum(loss for loss, _ in parts) - whole) <= most * largest
         values = ", ".join(f"{loss:.6g}" for loss, _ in parts)

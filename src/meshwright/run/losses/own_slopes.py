@@ -87,7 +87,9 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCES.get(dtype, _LOW_TOLERANCE)
 
 
-def find_apart(whole: Slopes, parts: Sequence[Slopes], scale: float, tolerance: float) -> tuple[str, float] | None:
+def find_apart(
+    whole: Slopes, parts: Sequence[Slopes], scale: float, tolerance: float, *, least: float = _LEAST
+) -> tuple[str, float] | None:
     """Return (FQN, relative difference) of the gradient in which parts differ most from the whole; None where none does.
 
     Args:
@@ -95,6 +97,7 @@ def find_apart(whole: Slopes, parts: Sequence[Slopes], scale: float, tolerance: 
         parts: Of the parts, which add up.
         scale: What their sum is multiplied by.
         tolerance: By how much they may differ [fraction of a gradient's norm].
+        least: Gradients that are smaller are compared with this [fraction of the largest gradient's norm].
     """
     names = dict.fromkeys(name for slopes in (whole, *parts) for name in slopes)
     zero = [0.0] * (_NUM_SUMS + 1)
@@ -104,7 +107,7 @@ def find_apart(whole: Slopes, parts: Sequence[Slopes], scale: float, tolerance: 
     worst: tuple[str, float] | None = None
     for name, (one, others) in rows.items():
         gaps = [abs(one[place] - scale * sum(part[place] for part in others)) for place in range(_NUM_SUMS)]
-        size = max(norms[name], _LEAST * largest)
+        size = max(norms[name], least * largest)
         gap = max(gaps) / size if size else 0.0
         if math.isfinite(gap) and gap > tolerance and (worst is None or gap > worst[1]):
             worst = name, gap
