@@ -84,6 +84,27 @@ def test_what_shares_alone_do_not_show_is_shown_by_all_ranks(kind: str, sizes: t
             torch.testing.assert_close(found["state"][name], value, rtol=FLOAT64, atol=1e-13)
 
 
+@pytest.mark.parametrize(("line", "num_views"), [("dp=2", 2), ("dp=4,zero=2", 2), ("dp=2,tp=2", 2), ("dp=4", 9)])
+def test_views_of_one_sample_on_two_ranks_are_seen(line: str, num_views: int) -> None:
+    losses = joined.train_views("plain", num_views)
+    for found in testing.run_ranks(joined.train_views, mw.Plan.parse(line).num_ranks, line, num_views):
+        assert found == pytest.approx(losses, rel=FLOAT64)
+
+
+@pytest.mark.parametrize("line", ["dp=2,batch=split", "dp=2,micro_batches=2"])
+def test_views_of_one_sample_on_two_ranks_are_refused_where_shares_stay(line: str) -> None:
+    for outcome in testing.run_outcomes(joined.train_views, 2, line):
+        assert isinstance(outcome.error, mw.ApplyError), outcome
+        assert "is not a mean over samples" in outcome.error.message
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0", "dp=2,tp=2"])
+def test_small_terms_of_training_alone_are_seen_by_their_gradients(line: str) -> None:
+    for found in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, "Nudged", line):
+        assert_one_device_s(found, "Nudged")
+        assert any("and the gradient of 'up.0.weight' by" in reason for reason in found["reasons"])
+
+
 def test_rows_are_gathered_between_joined_steps() -> None:
     for found in testing.run_ranks(joined.gather_between, 2, "dp=2,zero=3,whole_below=0"):
         for own, wanted in zip(found[::2], found[1::2], strict=True):

@@ -112,7 +112,7 @@ def test_a_model_that_mixes_samples_of_batches_with_another_key_is_refused_at_th
 
 
 @pytest.mark.parametrize(
-    ("line", "step"), [("dp=2", 32), ("dp=2,zero=3", 32), *([("tp=2,micro_batches=2", 10)] if FULL_GRID else [])]
+    ("line", "step"), [("dp=2", 31), ("dp=2,zero=3", 31), *([("tp=2,micro_batches=2", 10)] if FULL_GRID else [])]
 )
 def test_a_model_that_mixes_after_many_calls_is_tried_again_at_doublings(line: str, step: int) -> None:
     assert testing.run_ranks(mixing.counted_up, 2, line) == [step] * 2
@@ -205,3 +205,13 @@ def test_a_length_that_is_a_multiple_of_the_heads_is_not_cut_as_a_width(kind: st
     for losses, is_cut in testing.run_ranks(lengths.planned, 2, kind):
         assert is_cut
         assert losses == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0", "dp=2,tp=2", "dp=2,pp=2"])
+@pytest.mark.parametrize(("how", "late"), [("mask", 1), ("mask", 6), ("classes", 1), ("classes", 6), ("buffer", 1)])
+def test_a_model_s_own_loss_that_is_a_mean_no_longer_is_refused(line: str, how: str, late: int) -> None:
+    wanted = 3 if how == "buffer" else late  # nothing tells of the buffer but the fourth step's look
+    for step, message in testing.run_ranks(
+        mixing.own_loss_until_refused, mw.Plan.parse(line).num_ranks, line, how, late
+    ):
+        assert (step, "is not a mean over samples" in message) == (wanted, True), message

@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from meshwright.apply.engine import Engine
-from meshwright.describe.batches import BatchSplitter
+from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule
 from meshwright.trees import LEAVES, map_tensors, tensors_in, with_attributes
@@ -27,6 +27,8 @@ __all__: list[str] = []
 
 _LOG = logging.getLogger("meshwright")
 _MAX_SHOWN = 160
+_MOST_TRIED = 8
+"""Samples of all ranks in a trial where shares are small [count]."""
 _PLAIN = {"dict": dict, "list": list, "tuple": tuple}
 """Containers that a rank can build which has never had a sample."""
 _FIX = "batch=whole in the plan, and the whole batch on every rank"
@@ -72,18 +74,23 @@ class JoinedShares:
 
     @contextlib.contextmanager
     def in_reserve(self, batch: Any) -> Iterator[None]:
-        """Run the trials of this share: those that show nothing ask for a whole batch, where ranks may join their shares."""
+        """Run the trials of this share: those that show nothing ask for a whole batch, where ranks may join their shares.
 
-        def join() -> tuple[Any, list[int]] | None:
-            joined, obstacle, counts = self._join(batch)
+        All ask for some samples of each rank, since a share may lack what the batch has: two samples of one class.
+        """
+
+        def join(share: Any = batch) -> tuple[Any, list[int]] | None:
+            joined, obstacle, counts = self._join(share)
             return None if obstacle else (joined, counts)
 
         is_possible = self._is_allowed and not self._engine.takes_whole_batch and not self._could_not
+        has_others = self._engine.num_shares > 1 and self._splitter.splits_by_row
         self._rule.join = join if is_possible else None
+        self._rule.join_some = (lambda: join(self._some_of(batch))) if has_others else None
         try:
             yield
         finally:
-            self._rule.join = None
+            self._rule.join = self._rule.join_some = None
 
     def after(self, error: ApplyError, batch: Any) -> Any:
         """Have ranks take whole batches from now on, and return this one whole; every rank calls it.
@@ -124,6 +131,15 @@ class JoinedShares:
             fix=_FIX,
         )
 
+    def _some_of(self, batch: Any) -> Any:
+        """Return this rank's part of a batch for a trial that takes samples of many ranks; every rank calls it."""
+        group, count = self._engine.group, self._splitter.count(batch)
+        self._told(batch)  # a rank may give none of its samples, and knows their form even so
+        with group.ledger.of_checks():
+            counts = group.all_gather_json(count, device=group.message_device(self._engine.device))
+        few = some_of_each(counts)[group.group_rank]
+        return batch if few == count else split_samples(batch, [few, count - few])[0] if few else None
+
     def _join(self, batch: Any) -> tuple[Any, str, list[int]]:
         """Return all ranks' shares as one batch, or why there is none, and the samples of each; the same on every rank."""
         group, everyone = self._engine.group, self._engine.everyone
@@ -158,6 +174,27 @@ class JoinedShares:
     def _example(self, form: Any) -> Any:
         """Return a batch without samples of a form."""
         return self._last[1] if self._last is not None and self._last[0] == form else _built(form)
+
+
+def some_of_each(counts: Sequence[int]) -> list[int]:
+    """Return how many samples of each rank a trial takes that shows what samples of several ranks do to one another [count].
+
+    A trial without gradients of twice as many samples as a share has takes less memory than a step. Of more ranks than that,
+    some are left out, at even distances: the second views of all samples may lie half of the ranks away.
+
+    >>> some_of_each([2, 2, 2, 2])
+    [2, 2, 2, 2]
+    >>> some_of_each([16, 16, 16, 3])
+    [8, 8, 8, 3]
+    >>> some_of_each([1] * 16)
+    [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    """
+    most = max(2 * max(counts), _MOST_TRIED)
+    if sum(counts) <= most:
+        return list(counts)
+    full = [place for place, count in enumerate(counts) if count]
+    chosen = full[:: math.ceil(len(full) / most)]
+    return [min(count, most // len(chosen)) if place in chosen else 0 for place, count in enumerate(counts)]
 
 
 # -- forms ----------------------------------------------------------------------------------------------------------------

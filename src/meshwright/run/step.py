@@ -214,8 +214,11 @@ class Stepper(FirstBatch):
         engine.guard_parts()
         self._hooks = GradientHooks.of(engine, accumulates=self._is_cut)
 
-    def _agree(self, batch: Any, parts: list[Any], weights: list[float], *, wants_stop: bool) -> Agreement:
+    def _agree(
+        self, batch: Any, parts: list[Any], weights: list[float], *, wants_stop: bool, is_step: bool = True
+    ) -> Agreement:
         broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
+        self._watch_model.begin(is_step=is_step)
         if broken is None and self._watch_loss.is_cut:
             broken = self._watch_model.find_mixing(parts)
         may_try = self._watch_loss.is_cut and self._watch_model.is_joint
@@ -252,8 +255,8 @@ class Stepper(FirstBatch):
         if broken is not None or (may_be_told and agreement.trainable_changed):
             agreement.wait()
             self.accept_switched()
-        if may_try and agreement.has_changed:
-            self._watch_model.refuse_mixing(parts)
+        if may_try and (agreement.has_changed or self._watch_model.is_due):
+            self._watch_model.refuse_mixing(parts, has_changed=agreement.has_changed)
         return agreement
 
     # -- own loops ------------------------------------------------------------------------------------------------
@@ -316,7 +319,7 @@ class Stepper(FirstBatch):
         with in_eval_mode(engine):
             weights = [self.rule.known_weight(part) for part in parts]
             self._watch_loss.begin(batch, is_due=False)
-            agreement = self._agree(batch, parts, weights, wants_stop=False)
+            agreement = self._agree(batch, parts, weights, wants_stop=False, is_step=False)
             with torch.no_grad(), unchanged_draws(engine):
                 draws = self._draws_of("evaluate")
                 work = LossWork(engine, self._terms, agreement, parts, weights, draws=draws)

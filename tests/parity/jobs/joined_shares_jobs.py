@@ -196,3 +196,36 @@ def train_noted(form: str, line: str) -> list[float]:
         return losses
     model = mw.apply_plan(module, line, optimizer=sgd, loss_fn=own_loss if form == "pair" else None)
     return [model.step(noted(form, step)[model.dp_rank]).loss for step in range(STEPS)]
+
+
+class Views(nn.Module):
+    """A mean over samples, and a term over pairs of views of one sample, which may lie on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        h = self.up(x)
+        pairs = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
+        apart = (torch.cdist(h, h + 1e-3) * pairs).sum() / pairs.sum().clamp(min=1)
+        return {"loss": h.square().mean() + apart, "h": h}
+
+
+def train_views(line: str, num_views: int = 2) -> list[float]:
+    """Train on views of four samples, the first of all samples before the second; alone, by a plain loop."""
+    torch.manual_seed(0)
+    module, losses = Views().double(), list[float]()
+    model = None if line == "plain" else mw.apply_plan(module, line, optimizer=sgd)
+    optimizer = sgd(module.parameters())
+    for step in range(STEPS):
+        given = {"x": batch(step, 4 * num_views)["x"], "ids": torch.arange(4).repeat(num_views)}
+        if model is not None:
+            losses.append(model.step(mw.split_batch(given, model)).loss)
+            continue
+        loss = module(**given)["loss"]
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses

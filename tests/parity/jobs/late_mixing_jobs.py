@@ -164,3 +164,46 @@ def counted_up(plan: str) -> int:
             assert "mixes the samples of a batch" in error.message  # noqa: PT017 - the step is asked for
             return step
     return 40
+
+
+class OwnLoss(nn.Module):
+    """A loss of the model's own that is a mean over samples with the first batch alone."""
+
+    num_steps: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        # Under tp a part that may drop begins numbers of each rank's own, which is no draw of the model's in eval mode.
+        self.layer = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)).double()
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        outputs = self.layer(x)
+        losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
+        if self.how == "mask":
+            return {"loss": (losses * mask).sum() / mask.sum()}
+        if self.how == "classes":
+            weights = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)[labels]
+            return {"loss": (losses * weights).sum() / weights.sum()}
+        if self.training:
+            self.num_steps += 1
+        spread = outputs.var(0, unbiased=False).sum() * (self.num_steps - 2).clamp(0, 1)
+        return {"loss": losses.mean() + spread}
+
+
+def own_loss_until_refused(plan: str, how: str, late: int = 1) -> tuple[int, str]:
+    """Return the step at which a model's own loss is refused, and why: masks and classes begin to differ at a step."""
+    model = mw.apply_plan(lambda: OwnLoss(how), plan, optimizer=sgd)
+    for step in range(10):
+        made = torch.Generator().manual_seed(step)
+        labels = torch.randint(3, (8,), generator=made) if step >= late else torch.ones(8, dtype=torch.long)
+        mask = torch.ones(8, dtype=torch.float64)
+        if step >= late:
+            mask[::3] = 0.0
+        given = {"x": torch.randn(8, 3, generator=made, dtype=torch.float64), "labels": labels, "mask": mask}
+        try:
+            model.step(mw.split_batch(given, model))
+        except mw.ApplyError as error:
+            return step, error.message
+    return 10, ""

@@ -99,12 +99,18 @@ class LossRule:
         """Whether nobody has tried what a step keeps for the next: the model draws, or nothing could be tried."""
         self.has_untried_slopes = False
         """Whether parameters are too large for trials of gradients."""
+        self.branches = False
+        """Whether the model branches on values of its batch, which is told: parts may decide for themselves."""
+        self.size = 0.0
+        """The largest loss of the first batch's trials, beside which later ones are judged."""
         self.refusal: ApplyError | None = None
         """Why parts of the first batch are refused; the same on every rank."""
         self.is_in_doubt = False
         """Whether they are refused since nothing shows what they give."""
         self.join: Callable[[], tuple[Any, list[int]] | None] | None = None
         """Returns the first batch of all ranks and the samples of each, or None; every rank calls it. None: not to be joined."""
+        self.join_some: Callable[[], tuple[Any, list[int]] | None] | None = None
+        """Returns the same of some samples of each rank, for a trial; None: this rank's share is all there is."""
         self._is_in_turn = False
 
     @property

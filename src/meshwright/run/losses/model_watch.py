@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import math
 import operator
 import sys
 import types
@@ -20,9 +22,12 @@ from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.run.losses.loss import LossRule
-from meshwright.run.losses.settle import decide, look_at_share, seen_by_all
+from meshwright.run.losses.settle import decide, look_at_share
+from meshwright.run.losses.told_evidence import seen_by_all
 from meshwright.run.losses.trial_writes import refusal_of
 from meshwright.run.losses.trials import Evidence
+from meshwright.run.losses.watch import is_read_by_losses
+from meshwright.run.losses.weights import tensors_by_path
 
 __all__: list[str] = []
 
@@ -37,6 +42,8 @@ _MOST_ENTRIES = 64
 """Of a container or an object that are looked at [count]."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PLAIN = operator.itemgetter("training", *_HOOKS)
+_FEW_SAMPLES = 8
+"""Samples that a look at a later batch takes [count]."""
 _MAX_FORMS = 64
 """Forms of batches after which they are taken to vary freely [count]."""
 _MAX_CHANGES = 16
@@ -64,6 +71,14 @@ class ModelWatch:
         self._values: list[Any] = []
         self._num_changes: Counter[int] = Counter()
         self._forms: set[Any] = set()
+        self._num_steps = 0
+        self.is_due = False
+        """Whether the model is tried again in the present step, whatever has changed."""
+
+    def begin(self, *, is_step: bool) -> None:
+        """Take note of a step, or of an evaluation; every rank calls it."""
+        self._num_steps += is_step
+        self.is_due = is_step and _is_due_again(self._num_steps) and not self._rule.branches
 
     @property
     def is_joint(self) -> bool:
@@ -72,34 +87,60 @@ class ModelWatch:
         return engine.needs_lockstep or engine.copies > 1
 
     def find_mixing(self, parts: Sequence[Any]) -> ApplyError | None:
-        """Return an error if the model now mixes the samples of this batch; only a changed model is tried."""
+        """Return an error if the model now mixes the samples of this batch; a changed model is tried, or one that is due."""
         engine = self._engine
-        if self.is_joint or not self.has_changed(parts):
+        if self.is_joint or not ((has_changed := self.has_changed(parts)) or self.is_due):
             return None
-        evidence = look_at_share(self._rule, engine, self._splitter, parts, is_cut=True)
-        return None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
+        for is_again in self._looks(has_changed=has_changed):
+            evidence = self._look(parts, is_again=is_again)
+            error = None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
+            if error is not None:
+                return error
+        return None
 
-    def refuse_mixing(self, parts: Sequence[Any]) -> None:
+    def refuse_mixing(self, parts: Sequence[Any], *, has_changed: bool) -> None:
         """Try a model whose forward takes several ranks; every rank calls it.
+
+        Args:
+            parts: This rank's micro-batches, perhaps none.
+            has_changed: Whether it has changed on any rank.
 
         Raises:
             ApplyError: On every rank: the model, as it is now, mixes the samples of this batch.
         """
         engine = self._engine
-        with engine.group.ledger.of_checks():
-            seen = seen_by_all(engine, look_at_share(self._rule, engine, self._splitter, parts, is_cut=True))
-        error = self._error_of(seen)
-        if error is not None:
-            raise error
+        for is_again in self._looks(has_changed=has_changed):
+            with engine.group.ledger.of_checks():
+                seen = seen_by_all(engine, self._look(parts, is_again=is_again))
+            error = self._error_of(seen)
+            if error is not None:
+                raise error
+
+    def _looks(self, *, has_changed: bool) -> list[bool]:
+        """Return which looks to take: that of a first batch at what has changed, and that at a later batch."""
+        return [*([False] if has_changed else []), *([] if self._rule.branches else [True])]
+
+    def _look(self, parts: Sequence[Any], *, is_again: bool) -> Evidence | None:
+        """Return the evidence of these micro-batches, or of a few samples by few trials."""
+        splitter = self._splitter
+        if is_again and parts and splitter.splits_by_row:
+            parts = splitter.cut(parts[0], math.ceil(splitter.count(parts[0]) / _FEW_SAMPLES))[:1]
+        return look_at_share(self._rule, self._engine, splitter, parts, is_cut=True, is_again=is_again)
 
     def _error_of(self, seen: Sequence[tuple[int, Evidence]]) -> ApplyError | None:
         written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
         if written is not None or all(evidence.obstacle is not None for _, evidence in seen):
             return written
-        error = decide(seen, is_given=self._rule.is_given).error
-        return (
-            None if error is None else ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
-        )
+        error = decide([(rank, self._scaled(evidence)) for rank, evidence in seen], is_given=self._rule.is_given).error
+        if error is None:
+            return None
+        text = error.message.replace("the first batch", "this batch")
+        return ApplyError(text.replace("over samples:", "over samples, as it was for the first batch:"), fix=error.fix)
+
+    def _scaled(self, evidence: Evidence) -> Evidence:
+        """Return evidence that is judged beside the losses of the first batch: of a small loss, roundings are a large part."""
+        scale = self._rule.size / evidence.size if evidence.size else 1.0
+        return dataclasses.replace(evidence, tolerance=evidence.tolerance * max(1.0, scale))
 
     def has_changed(self, parts: Sequence[Any]) -> bool:
         """Tell whether a number, a flag, the mode or a hook of a module has changed since the last call, or the form of batches.
@@ -115,6 +156,13 @@ class ModelWatch:
         if not parts or len(self._forms) >= _MAX_FORMS:
             return False
         form = _form_of(parts[0])
+        if (
+            not self._rule.is_given
+        ):  # the loss of a function of the user's is looked at with each kind of labels and masks
+            form = (
+                form,
+                tuple(_are_alike(tensor) for path, tensor in tensors_by_path(parts[0]) if is_read_by_losses(path)),
+            )
         is_new = bool(self._forms) and form not in self._forms
         self._forms.add(form)
         return is_new
@@ -200,6 +248,17 @@ def _form_of(batch: Any) -> Any:
         # A list of texts has one for each sample, and others in every batch.
         return type(batch) if all(isinstance(item, str) for item in batch) else tuple(map(_form_of, batch))
     return batch if isinstance(batch, (bool, str)) or batch is None else type(batch)
+
+
+def _are_alike(tensor: torch.Tensor) -> bool:
+    """Tell whether all entries are equal, as of a mask without padding."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
+    return is_plain and (not tensor.numel() or bool((tensor == tensor.reshape(-1)[0]).all()))
+
+
+def _is_due_again(num_steps: int) -> bool:
+    """Tell whether a model is tried in a step for its number alone: 2, 4, 8, 32, 128 and each fourfold."""
+    return num_steps > 1 and num_steps.bit_count() == 1 and (num_steps <= 8 or num_steps.bit_length() % 2 == 0)
 
 
 def _is_due(num_changes: int) -> bool:

@@ -17,6 +17,7 @@ from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
+from meshwright.run.losses.told_evidence import seen_by_all
 from meshwright.run.losses.trial_forward import DRAWS, RAISED
 from meshwright.run.losses.trial_runs import run_alone, run_together
 from meshwright.run.losses.trial_writes import apart_error, own_generator_error, refusal_of
@@ -83,8 +84,8 @@ def settle_loss(
     if written is not None and is_cut:
         raise written  # of the first batch alone: whole batches from then on would cost much for it
     decision = decide(seen, is_given=rule.is_given)
-    if is_cut and decision.error is None and rule.join is not None and shows_nothing(seen):
-        decision = _decide_by_shares(rule, engine, splitter, rule.join(), decision, casts=casts)
+    if is_cut and decision.error is None:
+        decision = _decide_beside_others(rule, engine, splitter, seen, decision, casts=casts)
     refuses = is_cut and rule.matters
     if decision.error is not None and refuses:
         raise rule.refused(decision.error, is_in_doubt=decision.is_in_doubt)
@@ -103,11 +104,13 @@ def settle_loss(
             *reasons,
             f"gradients of parts of the first batch could not be compared with those of the whole: {untried}",
         )
-    if any(evidence.branches for _, evidence in seen):  # said even where this batch shows no difference: another may
+    rule.branches = any(evidence.branches for _, evidence in seen)
+    if rule.branches:  # said even where this batch shows no difference: another may
         reasons = (*reasons, _BRANCHES)
     of_shares = share_reason(engine.module) if is_cut and rule.norms is None else None
     if of_shares is not None:
         reasons = (*reasons, of_shares)
+    rule.size = max((evidence.size for _, evidence in seen), default=0.0)
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
     return is_cut
 
@@ -141,19 +144,27 @@ def look_at_share(
     is_cut: bool = False,
     counts: Sequence[int] = (),
     casts: torch.dtype | None = None,
+    ignores_labels: bool = True,
+    is_again: bool = False,
 ) -> Evidence | None:
-    """Return the evidence of this rank's share, or of a batch with parts of `counts` samples; None where there is no sample."""
+    """Return the evidence of this rank's share, or of a batch with parts of `counts` samples; None where there is no sample.
+
+    A look at a later batch, `is_again`, asks by few trials whether parts give the whole's loss as the rule weighs them.
+    """
     share = parts[0] if counts else enough_samples(parts, splitter)
     module = _uncompiled(engine.module)
     term, is_small = _Term(rule, engine.device), has_room(engine)
-    rule.has_untried_slopes = is_cut and not is_small
+    if not is_again:
+        rule.has_untried_slopes = is_cut and not is_small
     # Each rank can run the model alone, or with others' parts of it.
     is_whole = not engine.is_prepared or engine.copies == 1
-    proofs = Proofs(are_wanted=is_cut and is_whole and is_small and not counts, changes=lambda: rule.changes)
+    are_wanted = is_cut and is_whole and is_small and not (counts or is_again)
+    proofs = Proofs(are_wanted=are_wanted, changes=lambda: rule.changes)
     trials = None
     if share is not None:
         digits = {"casts": casts, "is_wide": is_whole and is_small and has_low(engine.parameters, share)}
         options = {"splits_by_row": splitter.splits_by_row, "counts": counts, "proofs": proofs}
+        options |= {"ignores_labels": ignores_labels, "weigh": rule.known_weight if is_again else None}
         trials = examine(share, module, splitter, **options, **digits)
     is_noted = not engine.buffers_changed()
     if engine.is_prepared and (engine.needs_lockstep or engine.copies > 1):  # before, every rank has the module whole
@@ -255,13 +266,9 @@ def _decide_by_shares(
         before: What shares have shown.
         casts: What autocast makes of a step.
     """
-    counts = [] if batch is None else [count for count in batch[1] if count]
-    if batch is None or len(counts) < _FEW:
+    seen = _look_at_all(rule, engine, splitter, batch, casts=casts)
+    if not seen:
         return before
-    whole = [move_to(batch[0], engine.device)]
-    with engine.group.ledger.of_checks():
-        evidence = look_at_share(rule, engine, splitter, whole, is_cut=True, counts=counts, casts=casts)
-    seen = seen_by_all(engine, evidence)
     found = decide(seen, is_given=rule.is_given)
     if found.error is not None:
         return found
@@ -278,6 +285,46 @@ def _decide_by_shares(
         )
         return dataclasses.replace(before, reasons=(*before.reasons, zero))
     return before if any(evidence.obstacle for _, evidence in seen) else found
+
+
+def _decide_beside_others(
+    rule: LossRule,
+    engine: Engine,
+    splitter: BatchSplitter,
+    seen: Sequence[tuple[int, Evidence]],
+    before: _Decision,
+    *,
+    casts: torch.dtype | None,
+) -> _Decision:
+    """Return what shares have shown together with some samples of all ranks: samples of one class may be on two of them."""
+    if shows_nothing(seen):
+        return (
+            before if rule.join is None else _decide_by_shares(rule, engine, splitter, rule.join(), before, casts=casts)
+        )
+    is_open = any(evidence.obstacle is None and not evidence.is_sum for _, evidence in seen)
+    some = rule.join_some() if rule.join_some is not None and is_open else None
+    beside = _look_at_all(rule, engine, splitter, some, casts=casts, ignores_labels=False)
+    return decide([*seen, *beside], is_given=rule.is_given) if beside else before
+
+
+def _look_at_all(
+    rule: LossRule,
+    engine: Engine,
+    splitter: BatchSplitter,
+    batch: tuple[Any, list[int]] | None,
+    *,
+    casts: torch.dtype | None,
+    ignores_labels: bool = True,
+) -> list[tuple[int, Evidence]]:
+    """Return what samples of several ranks show, with the samples of each rank as a part; nothing where they are not joined."""
+    counts = [] if batch is None else [count for count in batch[1] if count]
+    if batch is None or len(counts) < _FEW:
+        return []
+    whole = [move_to(batch[0], engine.device)]
+    options = {"counts": counts, "casts": casts, "ignores_labels": ignores_labels}
+    with engine.group.ledger.of_checks():
+        evidence = look_at_share(rule, engine, splitter, whole, is_cut=True, **options)
+    return seen_by_all(engine, evidence)
 
 
 def _preference(counted: Counted, *, is_given: bool) -> tuple[bool, bool]:
@@ -342,37 +389,3 @@ def _class_weights(rank: int) -> ApplyError:
         "weights of the labels that are there, not by the samples",
         fix="return meshwright.Loss(F.cross_entropy(..., weight=w, reduction='sum'), w[labels].sum()) from loss_fn",
     )
-
-
-# -- what travels ---------------------------------------------------------------------------------------------------------
-
-_LARGEST = 1e300
-"""What stands for infinity, which JSON does not have."""
-
-
-def seen_by_all(engine: Engine, evidence: Evidence | None) -> list[tuple[int, Evidence]]:
-    """Return (rank, evidence) of the ranks that have any; every rank calls it."""
-    told = engine.everyone.all_gather_json(None if evidence is None else _to_json(evidence), device=engine.device)
-    return [(engine.everyone.ranks[place], _from_json(entry)) for place, entry in enumerate(told) if entry is not None]
-
-
-def _to_json(evidence: Evidence) -> dict[str, Any]:
-    def number(gap: float | None) -> float | None:
-        return None if gap is None else min(gap, _LARGEST)
-
-    fields = {field.name: getattr(evidence, field.name) for field in dataclasses.fields(evidence)}
-    fields["gaps"] = [
-        [[None if c.path is None else list(c.path), c.shifted, c.ignored], number(gap), [number(g) for g in gaps]]
-        for c, gap, gaps in evidence.gaps
-    ]
-    fields["masked"] = [[list(path), value, each, is_safe] for path, value, each, is_safe in evidence.masked]
-    return fields
-
-
-def _from_json(fields: dict[str, Any]) -> Evidence:
-    def counted(row: list[Any]) -> Counted:
-        return Counted(None if row[0] is None else tuple(row[0]), row[1], row[2])
-
-    gaps = [(counted(row), gap, masked) for row, gap, masked in fields["gaps"]]
-    masked = [(tuple(path), value, each, is_safe) for path, value, each, is_safe in fields["masked"]]
-    return Evidence(**{**fields, "gaps": gaps, "masked": masked})

@@ -59,6 +59,8 @@ class Evidence:
     """Where labels were ignored for that, which value is, how many of a sample are in the data, and whether it could be tried."""
     numbers: str = ""
     """The losses, for people."""
+    size: float = 0.0
+    """The largest of them."""
     is_total: bool = False
     """Whether the loss of the whole is the sum of the parts' losses."""
     has_class_weights: bool = False
@@ -103,6 +105,8 @@ def examine(
     proofs: Proofs | None = None,
     casts: torch.dtype | None = None,
     is_wide: bool = False,
+    ignores_labels: bool = True,
+    weigh: Callable[[Any], float] | None = None,
 ) -> Generator[list[TrialForward], list[TrialOutcome], Evidence]:
     """Yield trials, receive their outcomes, and return the evidence.
 
@@ -115,6 +119,8 @@ def examine(
         proofs: What is tried beside the loss.
         casts: What autocast makes of a step; trials run without it where the code can.
         is_wide: Whether they run in float32, where the model or the batch has fewer digits.
+        ignores_labels: Whether copies with ignored labels are tried, so that what is counted shows.
+        weigh: Gives what a part's mean counts, where that is known, and nothing else is tried; None: it is to be found.
     """
     parts = split_samples(share, counts) if counts else splitter.cut(share, min(NUM_PARTS, splitter.count(share)))
     first = TrialForward(share, False, is_wide=is_wide)
@@ -136,6 +142,7 @@ def examine(
         is_zero=not any(outcome.value for outcome in (whole, *outcomes)),
         tolerance=_tolerance(module, whole, noise),
         numbers=_describe(whole, outcomes, counts),
+        size=max(abs(outcome.value) for outcome in (whole, *outcomes)),
         is_total=gap_of(whole.value, [o.value for o in outcomes], [1.0] * len(parts), divide=False) < _LOW_PARAMETERS,
         has_class_weights=whole.has_class_weights,
         branches=whole.branches,
@@ -145,6 +152,9 @@ def examine(
     prove = functools.partial(
         _prove, found, proofs or Proofs(), TriedLoss(like, whole, parts, counts, outcomes, found.tolerance)
     )
+    if weigh is not None:
+        of_rows = dataclasses.replace(like, counts=tuple(counts))
+        return (yield from _as_weighed(found, of_rows, whole, outcomes, [weigh(part) for part in parts]))
     if found.is_sum:
         yield from prove()
         return found
@@ -152,7 +162,7 @@ def examine(
     ignored = whole.ignored or (IGNORED_LABEL,)
     candidates = _candidates(share, paths, ignored)
     variants: list[list[float | None]] = []
-    for path, value in ((path, value) for path in paths for value in ignored):
+    for path, value in ((path, value) for path in (paths if ignores_labels else ()) for value in ignored):
         labels = tensor_at(share, path)
         if labels is None:
             continue
@@ -176,13 +186,37 @@ def examine(
     if gap <= found.tolerance:
         yield from prove([best.weigh(part, splitter) for part in parts])
     elif splits_by_row:
-        rows = (yield [dataclasses.replace(like, counts=tuple(counts))])[0].parts
-        alike = [
-            gap_of(whole.value, rows, [counted.weigh(p, splitter) for p in parts]) for counted in candidates if rows
-        ]
-        # A loss that the model computed itself is the same number whatever rows are taken.
-        if alike and min(alike) <= found.tolerance and set(rows) != {whole.value}:
-            found.culprit = "branches" if whole.branches else "model"
+        weights = [[counted.weigh(part, splitter) for part in parts] for counted in candidates]
+        found.culprit = yield from _find_culprit(found, dataclasses.replace(like, counts=tuple(counts)), whole, weights)
+    return found
+
+
+def _find_culprit(
+    found: Evidence, of_rows: TrialForward, whole: TrialOutcome, weights: Sequence[Sequence[float]]
+) -> Generator[list[TrialForward], list[TrialOutcome], str]:
+    """Return what does not come back from parts, by the losses of rows of the whole's outputs."""
+    rows = (yield [of_rows])[0].parts
+    alike = [gap_of(whole.value, rows, own) for own in weights if rows]
+    # A loss that the model computed itself is the same number whatever rows are taken.
+    if not alike or min(alike) > found.tolerance or set(rows) == {whole.value}:
+        return "loss"
+    return "branches" if whole.branches else "model"
+
+
+def _as_weighed(
+    found: Evidence,
+    of_rows: TrialForward,
+    whole: TrialOutcome,
+    outcomes: Sequence[TrialOutcome],
+    weights: Sequence[float],
+) -> Generator[list[TrialForward], list[TrialOutcome], Evidence]:
+    """Return evidence of means with known weights; none of a forward that branches on values, which was told before."""
+    if whole.branches or not sum(weights):
+        return Evidence(obstacle="its parts may decide for themselves, or nothing counts")
+    gap = gap_of(whole.value, [outcome.value for outcome in outcomes], weights)
+    found.gaps = [(Counted(), gap, [])]
+    if gap > found.tolerance:
+        found.culprit = yield from _find_culprit(found, of_rows, whole, [weights])
     return found
 
 

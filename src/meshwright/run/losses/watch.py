@@ -114,7 +114,7 @@ class LossWatch:
         has_new_value = False
         for path, tensor in tensors_by_path(batch):
             kind.append((tensor.dtype, tensor.shape[1:]))
-            if not _is_read_by_losses(path) or not tensor.numel():
+            if not is_read_by_losses(path) or not tensor.numel():
                 continue
             if tensor.dtype == torch.bool:
                 kind.append(bool(tensor.all()))
@@ -281,7 +281,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(held, nn.Parameter) and tensor.stride(0) != 0
 
 
-def _is_read_by_losses(path: Path) -> bool:
+def is_read_by_losses(path: Path) -> bool:
     name = next((key for key in reversed(path) if isinstance(key, str)), "").lower()
     # A batch that is one tensor is what an autoencoder's loss reads.
     return not path or path[0] == 1 or name == "y" or any(word in name for word in _NAMES)
