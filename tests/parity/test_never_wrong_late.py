@@ -207,8 +207,15 @@ def test_a_length_that_is_a_multiple_of_the_heads_is_not_cut_as_a_width(kind: st
         assert losses == pytest.approx(expected, rel=1e-11)
 
 
-@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0", "dp=2,tp=2", "dp=2,pp=2"])
-@pytest.mark.parametrize(("how", "late"), [("mask", 1), ("mask", 6), ("classes", 1), ("classes", 6), ("buffer", 1)])
+ENDING = [("mask", 1), ("mask", 6), ("classes", 1), ("classes", 6), ("buffer", 1), ("training", 2)]
+ENDING_LINES = ["dp=2", "dp=2,zero=3,whole_below=0", "dp=2,pp=2", "dp=2,tp=2"]
+
+
+# With what cut layers draw the loss is tried on the first batch alone.
+@pytest.mark.parametrize(
+    ("line", "how", "late"),
+    [(line, *way) for line in ENDING_LINES for way in ENDING if (line, way[0]) != ("dp=2,tp=2", "training")],
+)
 def test_a_model_s_own_loss_that_is_a_mean_no_longer_is_refused(line: str, how: str, late: int) -> None:
     wanted = 3 if how == "buffer" else late  # nothing tells of the buffer but the fourth step's look
     for step, message in testing.run_ranks(

@@ -244,6 +244,14 @@ class DrawTrials:
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
                 found.unclear.append(f"draw {call[1]} of {called(call[0])}")
 
+    def try_again(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
+        """Find by known sample dims what losses the share and its parts have; none where their outputs are not the whole's."""
+        share, count = found.share, self._splitter.count
+        parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
+        firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
+        found.is_proven = yield from self._prove(found, list(zip(parts, firsts, strict=True)), dims)
+        return Evidence()
+
     def note_cut(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
         """Note what the cut model draws; found.notes and found.outputs become those of it."""
         cut = yield from self._run([(found.share, 0)], dims)

@@ -289,6 +289,23 @@ class GlobalDraws:
         self.is_known = True
         self._found = found if len(self._sharers) > 1 and self.has_draws else None
 
+    def try_again(self, share: Any, splitter: BatchSplitter, term: Term, weigh: Weigh) -> Any:
+        """Return the losses of a later share and of its parts, drawn by the known sample dims; None where nothing is shown.
+
+        Args as for `learn`; every rank calls it where a forward takes several.
+        """
+        if not self.has_draws or self.is_off or self.is_unproven:
+            return None
+        found, trials = None if share is None else DrawsFound(share), self._trials(splitter, weigh)
+        self._run(None if found is None else trials.try_again(found, self.dims), term)
+        if found is None:
+            return None
+        if not (
+            found.is_proven or self._engine.needs_lockstep or self._sharers[1:]
+        ):  # there others may have the outputs
+            self.tell(_UNPROVEN.replace("the first batch", "a later batch"))
+        return found.losses
+
     def look_alone(self, batch: Any, splitter: BatchSplitter, term: Term) -> bool:
         """Tell whether a forward draws, by a trial of this rank alone; where it does not, no rank needs the others' places.
 

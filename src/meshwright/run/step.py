@@ -93,7 +93,7 @@ class Stepper(FirstBatch):
         self._is_cut = micro_batches > 1 or micro_batch_size is not None
         self._terms = LossTerms(engine, rule, autocast, splitter, is_cut=self._is_cut)
         self.casts, self._watch_loss = self._terms.casts, self._terms.watch
-        self._watch_model = ModelWatch(rule, engine, splitter)
+        self._watch_model = ModelWatch(rule, engine, splitter, draws)
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.sentinels = sentinels
@@ -218,7 +218,7 @@ class Stepper(FirstBatch):
         self, batch: Any, parts: list[Any], weights: list[float], *, wants_stop: bool, is_step: bool = True
     ) -> Agreement:
         broken = self._guard.find_change() or self._optimizer_guard.find_change() or self.rule.find_uneven(parts)
-        self._watch_model.begin(is_step=is_step)
+        self._watch_model.begin(is_step=is_step and self.sentinels.is_enabled)
         if broken is None and self._watch_loss.is_cut:
             broken = self._watch_model.find_mixing(parts)
         may_try = self._watch_loss.is_cut and self._watch_model.is_joint

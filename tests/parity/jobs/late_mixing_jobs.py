@@ -173,7 +173,7 @@ class OwnLoss(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.strength = how, 0.0
         # Under tp a part that may drop begins numbers of each rank's own, which is no draw of the model's in eval mode.
         self.layer = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)).double()
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.float64))
@@ -186,6 +186,8 @@ class OwnLoss(nn.Module):
         if self.how == "classes":
             weights = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)[labels]
             return {"loss": (losses * weights).sum() / weights.sum()}
+        if self.how == "training":
+            return {"loss": losses.mean() + self.training * self.strength * outputs.var(0, unbiased=False).sum()}
         if self.training:
             self.num_steps += 1
         spread = outputs.var(0, unbiased=False).sum() * (self.num_steps - 2).clamp(0, 1)
@@ -193,7 +195,10 @@ class OwnLoss(nn.Module):
 
 
 def own_loss_until_refused(plan: str, how: str, late: int = 1) -> tuple[int, str]:
-    """Return the step at which a model's own loss is refused, and why: masks and classes begin to differ at a step."""
+    """Return the step at which a model's own loss is refused, and why.
+
+    At a step masks and classes begin to differ, and a script begins with a term of training alone.
+    """
     model = mw.apply_plan(lambda: OwnLoss(how), plan, optimizer=sgd)
     for step in range(10):
         made = torch.Generator().manual_seed(step)
@@ -201,6 +206,7 @@ def own_loss_until_refused(plan: str, how: str, late: int = 1) -> tuple[int, str
         mask = torch.ones(8, dtype=torch.float64)
         if step >= late:
             mask[::3] = 0.0
+        vars(model.module)["strength"] = float(step >= late)
         given = {"x": torch.randn(8, 3, generator=made, dtype=torch.float64), "labels": labels, "mask": mask}
         try:
             model.step(mw.split_batch(given, model))

@@ -115,7 +115,7 @@ def test_one_summed_term_of_a_model_that_always_draws_is_refused(weight: float, 
 
 
 def test_a_difference_that_may_be_a_smaller_term_yet_stays_untried() -> None:
-    rule: Any = SimpleNamespace(untried="untried", reasons=("untried",), is_given=True, refuses=True)
+    rule: Any = SimpleNamespace(untried="untried", reasons=("untried",), is_given=True, refuses=True, matters=True)
     judge_drawn_loss(rule, [[1.0, [[1.0, 1], [1.00002, 1]], 4e-6, 1e-4]])
     assert rule.reasons == ("untried",)
     judge_drawn_loss(rule, [[1.0, [[1.0, 1], [1.000002, 1]], 4e-6, 1e-4]])

@@ -111,9 +111,9 @@ def learn_draws(
     draws.learn(enough_samples(parts, splitter), splitter, term, rule.known_weight if is_cut else None)
     if not is_cut:
         return
+    judge_drawn_loss(rule, draws.losses)
     if draws.apart and rule.matters:
         raise rule.refused(apart_error(draws.apart))
-    judge_drawn_loss(rule, draws.losses)
     if rule.untried and draws.is_unproven and rule.asks_for_whole:
         error = ApplyError(
             "the model draws random numbers whenever it runs, and with the same ones parts of the first batch do not give what "
@@ -135,24 +135,47 @@ def judge_drawn_loss(rule: LossRule, told: Sequence[Tried]) -> None:
         return
     is_shown = bool(told) and None not in told
     for tried in [tried for tried in told if tried is not None]:
-        whole, parts, least, most = tried
-        most *= 1.0 if rule.untried else _LARGE
-        gap, largest = _gap_of(tried)
-        if gap <= most:
-            is_shown = is_shown and gap <= least
-            continue
-        is_total = abs(sum(loss for loss, _ in parts) - whole) <= most * largest
-        values = ", ".join(f"{loss:.6g}" for loss, _ in parts)
-        sizes = ", ".join(f"{count:g}" for _, count in parts)
-        kind = "a sum over samples, not their mean" if is_total else "not a mean over samples"
-        whose, how = ("what loss_fn returned", "") if rule.is_given else ("the model's own loss", "pass loss_fn=: ")
-        error = ApplyError(
-            f"{whose} is {kind}: with the same random numbers it is {whole:.6g} over all samples of the first "
-            f"batch, and {values} over parts of {sizes}, and this plan takes the batch part by part",
-            fix=f"{how}return meshwright.Loss(loss, num_samples) from loss_fn, or the mean"
-            if is_total
-            else f"{how}take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
-        )
-        raise rule.refused(error)
+        error = drawn_error(rule, tried, most=tried[3] * (1.0 if rule.untried else _LARGE))
+        if error is not None:
+            raise rule.refused(error)
+        is_shown = is_shown and _gap_of(tried)[0] <= tried[2]
     if rule.untried and is_shown:
         rule.reasons = tuple(reason for reason in rule.reasons if reason != rule.untried)
+
+
+def later_error(rule: LossRule, tried: Tried) -> ApplyError | None:
+    """Return an error if the loss of a later batch is not what its parts give, beside the losses of the first batch."""
+    if tried is None:
+        return None
+    size = _gap_of(tried)[1]
+    scale = max(1.0, rule.size / size) if size else 1.0
+    error = drawn_error(rule, tried, most=tried[3] * _LARGE * scale)
+    if error is None:
+        return None
+    return ApplyError(error.message.replace("the first batch", "this batch"), fix=error.fix)
+
+
+def drawn_error(rule: LossRule, tried: Sequence[Any], *, most: float) -> ApplyError | None:
+    """Return an error if parts do not give the loss of the whole with the same random numbers.
+
+    Args:
+        rule: The loss.
+        tried: What `losses_of` returns.
+        most: By how much they may differ [fraction].
+    """
+    whole, parts, *_ = tried
+    gap, largest = _gap_of(tried)
+    if gap <= most:
+        return None
+    is_total = abs(sum(loss for loss, _ in parts) - whole) <= most * largest
+    values = ", ".join(f"{loss:.6g}" for loss, _ in parts)
+    sizes = ", ".join(f"{count:g}" for _, count in parts)
+    kind = "a sum over samples, not their mean" if is_total else "not a mean over samples"
+    whose, how = ("what loss_fn returned", "") if rule.is_given else ("the model's own loss", "pass loss_fn=: ")
+    return ApplyError(
+        f"{whose} is {kind}: with the same random numbers it is {whole:.6g} over all samples of the first "
+        f"batch, and {values} over parts of {sizes}, and this plan takes the batch part by part",
+        fix=f"{how}return meshwright.Loss(loss, num_samples) from loss_fn, or the mean"
+        if is_total
+        else f"{how}take the mean over the samples of each term, or return meshwright.Loss(sum, weight)",
+    )

@@ -11,7 +11,7 @@ import sys
 import types
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +21,9 @@ from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
-from meshwright.run.losses.loss import LossRule
+from meshwright.run.losses.drawn import Tried, later_error
+from meshwright.run.losses.enough import enough_samples
+from meshwright.run.losses.loss import LossRule, LossTerm
 from meshwright.run.losses.settle import decide, look_at_share
 from meshwright.run.losses.told_evidence import seen_by_all
 from meshwright.run.losses.trial_writes import refusal_of
@@ -50,6 +52,14 @@ _MAX_CHANGES = 16
 """Changes of an attribute after which it is taken for a counter, and the model tried at each doubling alone [count]."""
 
 
+class TriesDraws(Protocol):
+    """What tries a model that draws (`run/global_draws.py`)."""
+
+    def try_again(self, share: Any, splitter: BatchSplitter, term: Any, weigh: Any) -> Tried:
+        """Return the losses of a share and of its parts; every rank calls it where a forward takes several."""
+        ...
+
+
 class ModelWatch:
     """Repeats the trials of the model on parts of a batch after a module or the form of batches has changed.
 
@@ -59,9 +69,13 @@ class ModelWatch:
         rule: The loss.
         engine: The strategy.
         splitter: How batches are counted and cut.
+        draws: Tries models that draw while they train; None where torch draws.
     """
 
-    def __init__(self, rule: LossRule, engine: Engine, splitter: BatchSplitter) -> None:
+    def __init__(
+        self, rule: LossRule, engine: Engine, splitter: BatchSplitter, draws: TriesDraws | None = None
+    ) -> None:
+        self._draws = draws
         self._rule = rule
         self._engine = engine
         self._splitter = splitter
@@ -96,7 +110,7 @@ class ModelWatch:
             error = None if evidence is None else self._error_of([(engine.everyone.rank, evidence)])
             if error is not None:
                 return error
-        return None
+        return None if self._rule.branches else later_error(self._rule, self._drawn(parts))
 
     def refuse_mixing(self, parts: Sequence[Any], *, has_changed: bool) -> None:
         """Try a model whose forward takes several ranks; every rank calls it.
@@ -115,6 +129,12 @@ class ModelWatch:
             error = self._error_of(seen)
             if error is not None:
                 raise error
+        if self._rule.branches or self._draws is None:
+            return
+        with engine.group.ledger.of_checks():
+            told = engine.everyone.all_gather_json(self._drawn(parts), device=engine.device)
+        if (error := next(filter(None, (later_error(self._rule, tried) for tried in told)), None)) is not None:
+            raise error
 
     def _looks(self, *, has_changed: bool) -> list[bool]:
         """Return which looks to take: that of a first batch at what has changed, and that at a later batch."""
@@ -122,10 +142,26 @@ class ModelWatch:
 
     def _look(self, parts: Sequence[Any], *, is_again: bool) -> Evidence | None:
         """Return the evidence of these micro-batches, or of a few samples by few trials."""
+        few = self._few(parts) if is_again else parts
+        return look_at_share(self._rule, self._engine, self._splitter, few, is_cut=True, is_again=is_again)
+
+    def _few(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Return the micro-batch of a few samples that a look at a later batch takes."""
         splitter = self._splitter
-        if is_again and parts and splitter.splits_by_row:
-            parts = splitter.cut(parts[0], math.ceil(splitter.count(parts[0]) / _FEW_SAMPLES))[:1]
-        return look_at_share(self._rule, self._engine, splitter, parts, is_cut=True, is_again=is_again)
+        if not (parts and splitter.splits_by_row):
+            return parts
+        return splitter.cut(parts[0], math.ceil(splitter.count(parts[0]) / _FEW_SAMPLES))[:1]
+
+    def _drawn(self, parts: Sequence[Any]) -> Tried:
+        """Return the losses of a few samples and of their parts in training mode, of a model that draws there."""
+        rule, splitter = self._rule, self._splitter
+        if self._draws is None:
+            return None
+        share = enough_samples(self._few(parts), splitter)
+        return self._draws.try_again(share, splitter, self._term, rule.known_weight)
+
+    def _term(self, outputs: Any, batch: Any) -> LossTerm:
+        return self._rule.try_term(outputs, batch, 1.0)
 
     def _error_of(self, seen: Sequence[tuple[int, Evidence]]) -> ApplyError | None:
         written = refusal_of([(rank, evidence.written) for rank, evidence in seen])

@@ -124,9 +124,14 @@ class Sentinels:
         self._common.draw_together(0)
 
     @property
+    def is_enabled(self) -> bool:
+        """Whether anything is looked at beside what steps need (`sentinel_every=0` turns it off)."""
+        return self._every > 0
+
+    @property
     def is_watching(self) -> bool:
         """Whether there are other ranks to compare with, and comparison is enabled."""
-        return self._every > 0 and not self._everyone.is_alone
+        return self.is_enabled and not self._everyone.is_alone
 
     @property
     def is_due(self) -> bool:
@@ -136,7 +141,7 @@ class Sentinels:
     @property
     def is_turn(self) -> bool:
         """Whether the present step repeats an inspection, with other ranks or without."""
-        return self._every > 0 and self._step % self._every == 0
+        return self.is_enabled and self._step % self._every == 0
 
     @property
     def needs_agreement_first(self) -> bool:
