@@ -185,17 +185,19 @@ def test_hooks_of_the_package_and_of_other_stages_are_no_other_hooks(kind: str, 
         assert not any("other hooks" in text for text in warnings)
 
 
-# Trials see neither: eval mode leaves out what training keeps, and of a model that always draws no loss is compared.
-@pytest.mark.parametrize(
-    ("kind", "loss", "name"),
-    [("DrawnKept", "pairs", "attribute 'kept'"), ("Noisy", "Averaged", "variable 'Averaged.average'")],
-)
+# Trials do not see it: eval mode leaves out what training keeps.
 @pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0"])
-def test_what_ranks_keep_of_their_samples_is_told_where_the_model_draws(
-    line: str, kind: str, loss: str, name: str
-) -> None:
-    for reasons in testing.run_ranks(jobs.told, 2, kind, loss, line):
-        assert any(f"each rank's own samples (or none) change {name}" in reason for reason in reasons)
+def test_what_ranks_keep_of_their_samples_is_told_where_the_model_draws(line: str) -> None:
+    for reasons in testing.run_ranks(jobs.told, 2, "DrawnKept", "pairs", line):
+        assert any("each rank's own samples (or none) change attribute 'kept'" in reason for reason in reasons)
+
+
+# With the first batch the average is that batch's loss, and shows nothing.
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0"])
+def test_a_loss_by_its_own_average_is_refused_with_the_second_batch_where_the_model_draws(line: str) -> None:
+    for outcome in testing.run_outcomes(jobs.told, 2, "Noisy", "Averaged", line):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
+        assert "with the same random numbers" in outcome.error.message
 
 
 def test_a_loss_that_ranks_keep_for_people_is_not_told_where_the_model_draws() -> None:

@@ -134,11 +134,14 @@ class JoinedShares:
     def _some_of(self, batch: Any) -> Any:
         """Return this rank's part of a batch for a trial that takes samples of many ranks; every rank calls it."""
         group, count = self._engine.group, self._splitter.count(batch)
-        self._told(batch)  # a rank may give none of its samples, and knows their form even so
+        # A rank may give none of its samples, and knows their form even so.
+        has_obstacle = "obstacle" in self._told(batch)
         with group.ledger.of_checks():
             counts = group.all_gather_json(count, device=group.message_device(self._engine.device))
         few = some_of_each(counts)[group.group_rank]
-        return batch if few == count else split_samples(batch, [few, count - few])[0] if few else None
+        if few == count or has_obstacle:
+            return batch
+        return split_samples(batch, [few, count - few])[0] if few else None
 
     def _join(self, batch: Any) -> tuple[Any, str, list[int]]:
         """Return all ranks' shares as one batch, or why there is none, and the samples of each; the same on every rank."""
