@@ -217,7 +217,7 @@ ENDING_LINES = ["dp=2", "dp=2,zero=3,whole_below=0", "dp=2,pp=2", "dp=2,tp=2"]
     [(line, *way) for line in ENDING_LINES for way in ENDING if (line, way[0]) != ("dp=2,tp=2", "training")],
 )
 def test_a_model_s_own_loss_that_is_a_mean_no_longer_is_refused(line: str, how: str, late: int) -> None:
-    wanted = 3 if how == "buffer" else late  # nothing tells of the buffer but the fourth step's look
+    wanted = 7 if how == "buffer" else late  # nothing tells of the buffer but the eighth step's look
     for step, message in testing.run_ranks(
         mixing.own_loss_until_refused, mw.Plan.parse(line).num_ranks, line, how, late
     ):

@@ -44,7 +44,7 @@ _MOST_ENTRIES = 64
 """Of a container or an object that are looked at [count]."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PLAIN = operator.itemgetter("training", *_HOOKS)
-_FEW_SAMPLES = 8
+_FEW_SAMPLES = 4
 """Samples that a look at a later batch takes [count]."""
 _MAX_FORMS = 64
 """Forms of batches after which they are taken to vary freely [count]."""
@@ -293,8 +293,8 @@ def _are_alike(tensor: torch.Tensor) -> bool:
 
 
 def _is_due_again(num_steps: int) -> bool:
-    """Tell whether a model is tried in a step for its number alone: 2, 4, 8, 32, 128 and each fourfold."""
-    return num_steps > 1 and num_steps.bit_count() == 1 and (num_steps <= 8 or num_steps.bit_length() % 2 == 0)
+    """Tell whether a model is tried in a step for its number alone: 2, 8, 32, 128 and so on."""
+    return num_steps > 1 and num_steps.bit_count() == 1 and num_steps.bit_length() % 2 == 0
 
 
 def _is_due(num_changes: int) -> bool:
