@@ -115,7 +115,7 @@ def run_under_plan(program: dict[str, Any]) -> dict[str, Any]:
     """Run the program on this rank; its records, its error if it raised, and how much was cut."""
     records: list[dict[str, Any]] = []
     trainer = None
-    found: dict[str, Any] = {"records": records, "error": None, "cut": None, "reasons": []}
+    found: dict[str, Any] = {"records": records, "error": None, "cut": None, "reasons": [], "joined": False}
     try:
         trainer = PlanTrainer(program)
         script.play(program, trainer, records)
@@ -127,6 +127,7 @@ def run_under_plan(program: dict[str, Any]) -> dict[str, Any]:
         found["traceback"] = "".join(traceback.format_exception(error))[-3000:]
     finally:
         if trainer is not None:
+            found["joined"] = bool(trainer.model.engine.joins_shares)
             with contextlib.suppress(Exception):
                 trainer.model.close()
     return found
