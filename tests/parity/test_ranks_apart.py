@@ -62,7 +62,12 @@ def test_a_state_that_one_rank_clears_is_found(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
 @pytest.mark.parametrize(
     ("act", "words"),
-    [("scale", "attribute 'scale' of the model itself"), ("hook", "other hooks"), ("layer hook", "other hooks")],
+    [
+        ("scale", "attribute 'scale' of the model itself"),
+        ("hook", "other hooks"),
+        ("layer hook", "other hooks"),
+        ("hook of all", "other hooks"),
+    ],
 )
 def test_hooks_and_attributes_of_the_users_classes_are_told_once(plan: str, act: str, words: str) -> None:
     told = _same(jobs.train, plan, act)
@@ -72,11 +77,20 @@ def test_hooks_and_attributes_of_the_users_classes_are_told_once(plan: str, act:
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "pp=2"])
-@pytest.mark.parametrize("act", ["hook", "layer hook"])
+@pytest.mark.parametrize("act", ["hook", "layer hook", "hook of all"])
 def test_hooks_that_one_rank_registers_before_the_first_step_are_told_once(plan: str, act: str) -> None:
     told = _same(jobs.train, plan, act, jobs.Net, False, 0)
     assert told["kind"] is None
     assert ["other hooks" in text for text in told["findings"]] == [True]
+
+
+# Each rank took the other's messages for its own call's: a TypeError on one, a ValueError on the other.
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
+def test_a_rank_that_runs_the_model_alone_before_the_first_step_is_named(plan: str) -> None:
+    told = _same(jobs.train, plan, "forward", jobs.Net, False, 0)
+    assert told["kind"] == "ApplyError"
+    assert "ranks are in different calls: rank 0 in model.step" in told["text"]
+    assert "; rank 1 in model(...)" in told["text"]
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])

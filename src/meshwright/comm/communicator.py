@@ -7,7 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,10 @@ from meshwright._torch_texts import says_peer_gone
 from meshwright.comm import group_calls
 from meshwright.comm.cuts import cut_at
 from meshwright.comm.ledger import Ledger, LedgerEntry
+from meshwright.comm.peer_calls import PeerCalls, lengths_of, with_kind
 from meshwright.comm.shm.transport_errors import DisagreementError, PeerGoneError, TransportError
 from meshwright.comm.spans import WAIT, Flight
 from meshwright.errors import InternalError, LostPeerError, MeshwrightError
-
-if TYPE_CHECKING:
-    from meshwright.comm.peer_calls import PeerCalls
 
 __all__: list[str] = []
 
@@ -371,8 +369,8 @@ class Communicator:
         """Return every rank's tensor where dim 0 differs from rank to rank: [n_i, ...] each."""
         if self.size == 1:
             return [tensor.clone()]
-        length = torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device)
-        lengths = [int(part) for part in self.all_gather(length)]
+        length = torch.tensor([with_kind(tensor.shape[0], self.calls)], dtype=torch.int64, device=tensor.device)
+        lengths = lengths_of([int(part) for part in self.all_gather(length)], self.ranks, self.calls)
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         return [part[:n] for part, n in zip(self.all_gather(padded), lengths, strict=True)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from meshwright.errors import MeshwrightError
 from meshwright.mesh import MeshSpec
 
 __all__: list[str] = []
+
+NUMBER_BITS: Final = 40
+"""Bits of `PeerCalls.current` below the call's kind [count]."""
 
 
 class PeerCalls(Protocol):
@@ -44,3 +47,20 @@ class PeerCalls(Protocol):
     def wait_for(self, work: Any) -> None:
         """Wait for the end of an exchange; raise where a peer has raised and will not come."""
         ...
+
+
+def with_kind(length: int, calls: PeerCalls | None) -> int:
+    """Return a length with the kind of this rank's call in the bits above it, so that both travel as one number."""
+    return length if calls is None else length + (calls.kind << NUMBER_BITS)
+
+
+def lengths_of(numbers: Sequence[int], ranks: Sequence[int], calls: PeerCalls | None) -> list[int]:
+    """Return the lengths of `with_kind` of all ranks of a group.
+
+    Raises:
+        MeshwrightError: Ranks are in calls of different kinds, so that what they send is not for one another.
+    """
+    kinds = {rank: number >> NUMBER_BITS << NUMBER_BITS for rank, number in zip(ranks, numbers, strict=True)}
+    if calls is not None and len({*kinds.values()}) > 1:
+        raise calls.different(kinds)
+    return [number & (1 << NUMBER_BITS) - 1 for number in numbers]

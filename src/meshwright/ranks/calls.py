@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
 from meshwright._torch_texts import says_not_yet
+from meshwright.comm.peer_calls import NUMBER_BITS
 from meshwright.comm.shm.build import loaded_extension
 from meshwright.errors import ApplyError, LostPeerError, MeshwrightError, RankNote, UserCodeError
 from meshwright.mesh import MeshSpec
@@ -43,8 +44,6 @@ _NAMES = {
 }
 KINDS = tuple(_NAMES)
 """Calls that all ranks make together, and in which code of the user's may run."""
-_NUMBERS = 40
-"""Bits that a call's number among those of its kind takes [count]."""
 _ANSWER_WITHIN = datetime.timedelta(seconds=1)
 _MAX_TEXT = 4000
 _LOOK_EVERY = datetime.timedelta(milliseconds=100)
@@ -86,7 +85,7 @@ class Calls:
         """
         place = model * len(KINDS) + KINDS.index(kind)
         self._counts[place] += 1
-        return _PeerCall(self, ((place + 1) << _NUMBERS) + self._counts[place])
+        return _PeerCall(self, ((place + 1) << NUMBER_BITS) + self._counts[place])
 
     def enter(self, call: int) -> None:
         """Record the call that this rank has entered, or come back to."""
@@ -178,7 +177,7 @@ class Calls:
     @property
     def kind(self) -> int:
         """The kind of the current call and its model, by a number that is equal on all ranks; 0 outside of any."""
-        return self.current >> _NUMBERS
+        return self.current >> NUMBER_BITS
 
     def different(self, told: Mapping[int, int]) -> ApplyError:
         """Return the error for ranks that are in different calls.
@@ -186,7 +185,7 @@ class Calls:
         Args:
             told: `current` of each rank, by rank.
         """
-        are_of_one_kind = len({call >> _NUMBERS for call in told.values()}) == 1
+        are_of_one_kind = len({call >> NUMBER_BITS for call in told.values()}) == 1
         found: dict[str, list[int]] = {}
         for rank, call in sorted(told.items()):
             found.setdefault(_text_of(call, with_number=are_of_one_kind), []).append(rank)
@@ -251,7 +250,7 @@ class _PeerCall:
 
 def _text_of(call: int, *, with_number: bool) -> str:
     """Return the name of a call, with the model that it is of where it is not the first, or with its number among its kind."""
-    kind, number = divmod(call, 1 << _NUMBERS)
+    kind, number = divmod(call, 1 << NUMBER_BITS)
     if kind == 0:
         return "no call of all ranks"
     model, place = divmod(kind - 1, len(KINDS))

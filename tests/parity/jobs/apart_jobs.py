@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 import meshwright as mw
 
@@ -76,6 +78,15 @@ def _setting(name: str, key: str, value: Any) -> Callable[[mw.ParallelModel], An
     return lambda model: setattr(model.module.get_submodule(name), key, value)
 
 
+_removed_at_the_end: list[RemovableHandle] = []
+
+
+def _hook_all(_: mw.ParallelModel) -> None:
+    _removed_at_the_end.append(
+        register_module_forward_hook(lambda kind, _, out: 2 * out if isinstance(kind, Net) else None)
+    )
+
+
 ACTS: dict[str, Callable[[mw.ParallelModel], Any]] = {
     "weight_decay": lambda model: _options(model, weight_decay=0.7),
     "betas": lambda model: _options(model, betas=(0.5, 0.6)),
@@ -94,6 +105,8 @@ ACTS: dict[str, Callable[[mw.ParallelModel], Any]] = {
     "frozen apart": lambda model: model.module.get_parameter(f"blocks.{model.world.rank}.up.bias").requires_grad_(
         False
     ),
+    "hook of all": _hook_all,
+    "forward": lambda model: model(**mw.split_batch(batch(0), model)[0]),
     "nothing": lambda model: None,
 }
 
@@ -132,6 +145,8 @@ def train(
             return _told(run) | {"findings": findings, "logged": logged}
     finally:
         logging.getLogger("meshwright").removeHandler(handler)
+        while _removed_at_the_end:
+            _removed_at_the_end.pop().remove()
 
 
 def other_forms(plan: str, act: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright._torch_private import GLOBAL_MODULE_HOOKS
 from meshwright.apply.engine import Engine
 from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.hook_tables import is_ours
@@ -115,7 +116,8 @@ class SettingsWatch:
 
     def _num_hooks(self) -> list[int]:
         of_parameters = [getattr(p, key, None) for _, p in self._parameters for key in _OF_PARAMETERS]
-        return [*map(len, self._tables), *(len(table) if table else 0 for table in of_parameters)]
+        tables = [*self._tables, *GLOBAL_MODULE_HOOKS]
+        return [*map(len, tables), *(len(table) if table else 0 for table in of_parameters)]
 
     def modes(self) -> str:
         """Return the mode of each module as text, in their order."""
@@ -180,6 +182,8 @@ class SettingsWatch:
             found[f"{name} {key}"] = sum(not is_ours(hook) for hook in own.get(key, {}).values())
         for (name, parameter), key in itertools.product(self._parameters, _OF_PARAMETERS):
             found[f"{name} {key}"] = sum(not is_ours(hook) for hook in (getattr(parameter, key, None) or {}).values())
+        for place, table in enumerate(GLOBAL_MODULE_HOOKS):  # those of all modules of the process
+            found[f"of all modules, {place}"] = sum(not is_ours(hook) for hook in table.values())
         return {name: count for name, count in found.items() if count or with_none}
 
     def compare_early(self) -> list[str]:
