@@ -18,6 +18,7 @@ _TICK_S = 0.02
 
 STOPPED = ("T", "t")
 """State letters of a process that was stopped: by a signal, by a debugger."""
+_FIX_STOPPED = "find what has stopped that process: a debugger, a shell's job control, a scheduler that suspends jobs"
 _OWN_THREADS = ("worker", "watchdog")
 # A real-time signal, since users and cluster managers use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
@@ -38,15 +39,18 @@ def hang_error(
             run meanwhile, may end the process (SIGSEGV), since faulthandler holds no lock.
     """
     beats = [board.read(rank.rank) for rank in ranks]
-    beat = beats[number]
     doing = _doing(ranks, board, others=not goes_on)
     # A rank that was stopped inside of an exchange seems to wait, as its peers do.
-    stopped = [rank.rank for rank in ranks if not rank.has_died and rank.state_letter() in STOPPED]
+    stopped = stopped_ranks(ranks)
+    waiting = [other for other, its in enumerate(beats) if its.is_waiting and other not in stopped]
+    if number in stopped and waiting:
+        number = min(waiting, key=lambda other: beats[other].waiting_since)
+    beat = beats[number]
     absent = [other for other, its in enumerate(beats) if not its.is_waiting]
     missing = stopped[:1] or absent
     lines = [
         f"rank {number} of {len(beats)} has waited {now - beat.waiting_since:.1f} s in {beat.collective} "
-        f"(wait number {beat.num_entered}) at {beat.where()}; the limit is {timeout_s:g} s",
+        f"(wait number {beat.num_entered}) at {beat.where()}; the limit is {timeout_s:g} s{_stopped_text(stopped)}",
     ]
     for other, its in enumerate(beats):
         state = (
@@ -61,7 +65,9 @@ def hang_error(
         peer=missing[0] if len(missing) == 1 else None,
         step=beat.known_step,
         phase=beat.phase,
-        fix="make every rank call the same collectives in the same order, or raise timeout_s if the work is that slow",
+        fix=_FIX_STOPPED
+        if stopped
+        else "make every rank call the same collectives in the same order, or raise timeout_s if the work is that slow",
     )
 
 
@@ -80,15 +86,26 @@ def standstill_error(
     beat = board.read(number)
     quiet_s = now - beat.progress_at
     still = f"rank {number} of {board.num_ranks} has not come on for {quiet_s:.1f} s"
-    head = f"{still}, and waits for no other rank; the limit is {timeout_s:g} s"
+    stopped = stopped_ranks(ranks)
+    head = f"{still}, and waits for no other rank; the limit is {timeout_s:g} s{_stopped_text(stopped)}"
     return LostPeerError(
         "\n".join([head, *lines_about(ranks, board)]),
         rank=number,
         peer=number,
         step=beat.known_step,
         phase=beat.phase,
-        fix="see where it stands, or raise timeout_s if the work is that slow",
+        fix=_FIX_STOPPED if stopped else "see where it stands, or raise timeout_s if the work is that slow",
     )
+
+
+def stopped_ranks(ranks: list[RankProcess]) -> list[int]:
+    """Return the ranks that a signal or a debugger has stopped."""
+    return [rank.rank for rank in ranks if not rank.has_died and rank.state_letter() in STOPPED]
+
+
+def _stopped_text(stopped: list[int]) -> str:
+    names = ", ".join(map(str, stopped[:8])) + (f" and {len(stopped) - 8} more" if len(stopped) > 8 else "")
+    return f"; stopped by SIGSTOP or a debugger: rank{'s' * (len(stopped) > 1)} {names}" if stopped else ""
 
 
 def unheeded_stop_error(ranks: list[RankProcess], board: Board, asked_by: str, grace_s: float) -> StoppedOnRequest:

@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from meshwright.errors import LostPeerError
-from meshwright.ranks.hang_report import hang_error, lines_about, standstill_error
+from meshwright.ranks.hang_report import hang_error, lines_about, standstill_error, stopped_ranks
 from meshwright.ranks.heartbeat import Beat, Board
 from meshwright.ranks.pace import TIMES_A_STEP, Pace
 from meshwright.ranks.processes import RankProcess
@@ -40,6 +40,7 @@ class Waits:
         self._pace = Pace(board.num_ranks)
         self._still_since = math.inf
         self._still_s = 0.0
+        self._stopped_s = 0.0
         self._looked_at = 0.0
         self.beats: list[Beat] = []
         """What each rank was doing at the last look."""
@@ -57,8 +58,8 @@ class Waits:
         """Return the rank that has waited beyond the limit, and the error for it; None where none has.
 
         A wait that is only remarkable is told as a warning, once. So is that no rank comes on and none waits for another: a
-        plan of one process whose data never come, for example. Where steps have told their length, it ends the run at the limit
-        of an exchange.
+        plan of one process whose data never come, for example. Where steps have told their length, or all ranks are stopped, it
+        ends the run at the limit of an exchange.
 
         Args:
             now: The time, `time.monotonic()` [s].
@@ -75,19 +76,35 @@ class Waits:
             _log.warning("no rank has come on for %.1f s, longer than %d steps:\n%s", quiet_s, TIMES_A_STEP, lines)
         if now - since > self.timeout_s:
             return number, hang_error(self._ranks, self._board, number, now, self.timeout_s)
-        if since == math.inf and self._stood_still_s(_last_progress(beats), now) > max(self.timeout_s, self.limit_s):
+        looked_s = min(now - self._looked_at, _MOST_BETWEEN_LOOKS_S)  # a time without looks, suspended, hardly counts
+        self._looked_at = now
+        all_stopped_s = self._all_stopped_s(looked_s, now)
+        still_s = self._stood_still_s(_last_progress(beats), looked_s) if since == math.inf else 0.0
+        if still_s > max(self.timeout_s, self.limit_s) or all_stopped_s > self.timeout_s:
             number = min(range(len(beats)), key=lambda rank: beats[rank].progress_at)
             return number, standstill_error(self._ranks, self._board, number, now, self.timeout_s)
         return None
 
-    def _stood_still_s(self, since: float, now: float) -> float:
-        """Return for how long looks have found that no rank comes on [s]; a time without looks, suspended, hardly counts."""
+    def _stood_still_s(self, since: float, looked_s: float) -> float:
+        """Return for how long looks have found that no rank comes on [s].
+
+        Args:
+            since: When a rank has begun something last; infinity where that says nothing [s].
+            looked_s: Time since the last look [s].
+        """
         if since != self._still_since or since == math.inf:
             self._still_since, self._still_s = since, 0.0
         else:
-            self._still_s += min(now - self._looked_at, _MOST_BETWEEN_LOOKS_S)
-        self._looked_at = now
+            self._still_s += looked_s
         return self._still_s
+
+    def _all_stopped_s(self, looked_s: float, now: float) -> float:
+        """Return for how long looks have found every rank stopped that is in the call, whatever its phase: no peer waits [s]."""
+        quiet_s = now - max(beat.progress_at for beat in self.beats)
+        at_work = [rank for rank in self._ranks if not rank.has_died and self.beats[rank.rank].phase != "idle"]
+        is_stopped = quiet_s > _MOST_BETWEEN_LOOKS_S and 0 < len(at_work) == len(stopped_ranks(at_work))
+        self._stopped_s = self._stopped_s + looked_s if is_stopped else 0.0
+        return self._stopped_s
 
 
 def _last_progress(beats: list[Beat]) -> float:

@@ -38,6 +38,8 @@ def test_a_rank_that_was_stopped_in_an_exchange_is_the_missing_one() -> None:
     error, _, _ = report_about_a_child(goes_on=True, is_stopped=True)
     assert error.peer == 0
     assert "it is stopped (SIGSTOP)" in error.message
+    assert "; stopped by SIGSTOP or a debugger: rank 0\n" in error.message  # in the line that a log shows
+    assert "find what has stopped that process" in str(error.fix)
 
 
 def report_about_a_child(*, goes_on: bool, is_stopped: bool = False) -> tuple[LostPeerError, int, int]:

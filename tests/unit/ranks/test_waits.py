@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,40 @@ def test_ranks_that_stand_still_outside_of_exchanges_end_at_the_limit(board: Boa
     assert (number, getattr(error, "peer", None), error and error.exit_code) == (1, 1, 12)
     assert "rank 1 of 2 has not come on for 61.0 s" in str(error)
     assert "rank 0 stands in its loader" in str(error)
+
+
+class Stopped:
+    """A rank's process as a signal has left it."""
+
+    has_died = False
+
+    def __init__(self, rank: int, letter: str = "T") -> None:
+        self.rank, self._letter = rank, letter
+
+    def state_letter(self) -> str:
+        return self._letter
+
+
+# No rank waited for another, and no step had told its length: the launching process waited for ever.
+@pytest.mark.parametrize(("letters", "phases"), [("TT", ("forward", "save")), ("ST", ("idle", "evaluate"))])
+def test_ranks_that_are_all_stopped_end_at_the_limit(board: Board, letters: str, phases: tuple[str, str]) -> None:
+    ranks: list[Any] = [Stopped(rank, letter) for rank, letter in enumerate(letters)]
+    for rank, phase in enumerate(phases):
+        Pulse(board, rank).progress(1, phase)
+    found, now = Waits(ranks, board, 30.0), time.monotonic()
+    looks = [found.look(now + second) for second in range(40)]
+    assert looks[:31] == [None] * 31
+    _, error = looks[-1] or (None, None)
+    assert "stopped by SIGSTOP or a debugger: rank" in str(error)
+
+
+@pytest.mark.parametrize("letters", ["ST", "SS"])
+def test_ranks_of_which_one_works_are_left_alone(board: Board, letters: str) -> None:
+    ranks: list[Any] = [Stopped(rank, letter) for rank, letter in enumerate(letters)]
+    for rank in range(2):
+        Pulse(board, rank).progress(1, "forward")
+    found, now = Waits(ranks, board, 30.0), time.monotonic()
+    assert [found.look(now + second) for second in range(100)] == [None] * 100
 
 
 def test_a_wait_beyond_the_limit_is_an_error(board: Board) -> None:
