@@ -61,6 +61,7 @@ def test_a_file_is_refused(file, addition, what):
         ("train.global_batch_size=100000000000000000000", "train.global_batch_size"),
         ("data.sequence_length=100000000000000000000", "data.sequence_length"),
         ("train.name=\udcff", "half of a surrogate pair"),
+        ("da\udcffta.source=3", "half of a surrogate pair"),
         ("model.kwargs.day=2020-01-01", "is a date or a time"),
         ("a" + ".a" * 20_000 + "=1", "parts with dots"),
         ("train.plan=dp=1" + "0" * 30, "must be a whole number"),

@@ -173,6 +173,7 @@ def _refuse_unwritable(tables: Mapping[str, Any], path: Path) -> None:
     pending: list[tuple[str, Any]] = list(tables.items())
     while pending:
         key, value = pending.pop()
+        _refuse_surrogates(ascii(key), key, path)
         if isinstance(value, dict):
             pending += [(f"{key}.{name}", entry) for name, entry in value.items()]
         elif isinstance(value, list):
@@ -189,11 +190,15 @@ def _refuse_unwritable(tables: Mapping[str, Any], path: Path) -> None:
             _refuse_unwritable_text(key, value, path)
 
 
-def _refuse_unwritable_text(key: str, value: str, path: Path) -> None:
+def _refuse_surrogates(shown: str, value: str, path: Path) -> None:
     try:
         refuse_surrogates(value)
     except ValueError as error:
-        raise ConfigError(f"{path}: '{key}': {error}", fix="write it in UTF-8") from None
+        raise ConfigError(f"{path}: {shown}: {error}", fix="write it in UTF-8") from None
+
+
+def _refuse_unwritable_text(key: str, value: str, path: Path) -> None:
+    _refuse_surrogates(f"'{key}'", value, path)
     if (match := _CONTROL.search(value)) and "kwargs" not in key.split("."):
         raise ConfigError(
             f"{path}: '{key}' = {value[:100]!r} has the control character {match[0]!r}", fix="leave it out"
