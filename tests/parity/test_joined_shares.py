@@ -47,6 +47,19 @@ def test_is_one_device_s(line: str, kind: str) -> None:
         )
 
 
+# As a DeepSpeed configuration says it, whose accumulation is 1.
+@pytest.mark.parametrize("line", ["dp=2,micro_batch_size=4", "dp=2,zero=3,whole_below=0,micro_batch_size=4"])
+def test_a_size_of_micro_batches_that_cuts_no_share_keeps_none_from_joining(line: str) -> None:
+    for found in testing.run_ranks(jobs.train, 2, "Contrast", line):
+        assert_one_device_s(found, "Contrast")
+
+
+def test_shares_that_are_cut_into_micro_batches_are_not_joined() -> None:
+    for outcome in testing.run_outcomes(jobs.train, 2, "Contrast", "dp=2,micro_batch_size=3"):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.traceback_text
+        assert "a share of 4 samples is cut into micro-batches, of at most 3" in "".join(outcome.error.__notes__)
+
+
 @pytest.mark.parametrize("sizes", [(5, 2), (0, 7), (7, 0)])
 def test_shares_may_be_uneven_or_empty(sizes: tuple[int, int]) -> None:
     outcomes = testing.run_outcomes(joined.shares, 2, "Contrast", "dp=2,zero=2", sizes)

@@ -84,6 +84,14 @@ def test_hooks_that_one_rank_registers_before_the_first_step_are_told_once(plan:
     assert ["other hooks" in text for text in told["findings"]] == [True]
 
 
+# A layer with a hook is proven again, on the rank that has the hook: the error was the transport's own, in bytes.
+@pytest.mark.parametrize("act", ["layer hook", "hook of all"])
+def test_a_hook_of_one_rank_on_a_cut_layer_parts_the_ranks_by_name(act: str) -> None:
+    told = _same(jobs.train, "tp=2", act)
+    assert told["kind"] == "ApplyError"
+    assert "ranks have gone different ways in model.step" in told["text"]
+
+
 # Each rank took the other's messages for its own call's: a TypeError on one, a ValueError on the other.
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
 def test_a_rank_that_runs_the_model_alone_before_the_first_step_is_named(plan: str) -> None:

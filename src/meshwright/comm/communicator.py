@@ -171,7 +171,7 @@ class Communicator:
                     f"{name} over ranks {self._ranks_text()} (axis {self.axis}) failed on rank {self.rank}: {text}",
                     error.group_rank if isinstance(error, PeerGoneError) else -1,
                 ) from error
-            if isinstance(error, DisagreementError) and self.calls and (told := self.calls.stand(self.ranks)):
+            if isinstance(error, DisagreementError) and self.calls and (told := self.calls.apart(self.ranks, error)):
                 raise told from error
             raise
         finally:

@@ -36,8 +36,8 @@ class PeerCalls(Protocol):
         """Return the error for ranks in different calls, from `current` of each, by rank."""
         ...
 
-    def stand(self, ranks: Sequence[int]) -> MeshwrightError | None:
-        """Return the error for ranks of an exchange about which they do not agree; None where they are in one call."""
+    def apart(self, ranks: Sequence[int], error: Exception) -> MeshwrightError | None:
+        """Return the error for ranks of an exchange about which they do not agree; None outside of calls."""
         ...
 
     def others_error(self) -> MeshwrightError | None:

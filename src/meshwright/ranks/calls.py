@@ -213,6 +213,24 @@ class Calls:
                 told[rank] = int(self._store.get(key))
         return self.different(told) if len({*told.values()}) > 1 else None
 
+    def apart(self, ranks: Sequence[int], error: Exception) -> MeshwrightError | None:
+        """Return the error for ranks that do not agree about an exchange: in other calls, or on other ways in one.
+
+        Args:
+            ranks: The ranks of the exchange; each of them calls this.
+            error: What the transport says of it.
+
+        Returns:
+            The error; None where they are in no call.
+        """
+        if (told := self.stand(ranks)) is not None or not self.current:
+            return told
+        return ApplyError(
+            f"ranks have gone different ways in {_text_of(self.current, with_number=False)}: {error}",
+            fix="have every rank do alike what decides its way: the form and the types of its batch, what modules are set to, "
+            "hooks, torch's own settings, and exceptions that a script catches",
+        )
+
     def others_error(self) -> MeshwrightError | None:
         """Return the error of the rank that raised in the current call or one around it; None where none is reported."""
         call = self._call_with_news()

@@ -107,6 +107,7 @@ class FirstBatch(abc.ABC):
         if self.draws is not None:
             self.draws.forget()
         if self.engine.joins_shares:
+            self.micro_batch_size = None  # a whole batch is not cut; it bounded the shares, none of which was
             self.sentinels.take_whole_batches(share)
         self._watch()
 

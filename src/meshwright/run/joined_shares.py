@@ -46,11 +46,14 @@ class JoinedShares:
         splitter: How batches are counted and cut.
         rule: The loss, which knows why parts of a batch are refused.
         is_allowed: Whether the plan leaves the choice, and would cut a whole batch no further.
+        most: Samples above which the plan cuts a share into micro-batches; such shares of a first batch are not joined [samples].
     """
 
-    def __init__(self, engine: Engine, splitter: BatchSplitter, rule: LossRule, *, is_allowed: bool) -> None:
+    def __init__(
+        self, engine: Engine, splitter: BatchSplitter, rule: LossRule, *, is_allowed: bool, most: int | None = None
+    ) -> None:
         self._engine, self._splitter, self._rule = engine, splitter, rule
-        self._is_allowed = is_allowed
+        self._is_allowed, self._most = is_allowed, most
         self._could_not = False
         self._last: tuple[list[Any], Any] | None = None
         """The form of this rank's last share with samples, and that share without them."""
@@ -165,6 +168,11 @@ class JoinedShares:
         count = self._splitter.count(batch)
         if not count:
             return {"count": 0, "form": None if self._last is None else self._last[0]}
+        if self._most is not None and count > self._most and not self._engine.joins_shares:
+            obstacle = (
+                f"a share of {count} samples is cut into micro-batches, of at most {self._most} (micro_batch_size)"
+            )
+            return {"count": count, "obstacle": obstacle}
         if getattr(batch, "num_samples", None) is not None:
             return {"count": count, "obstacle": "the batch itself says how many samples it has (num_samples)"}
         try:

@@ -90,7 +90,6 @@ class Stepper(FirstBatch):
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
-        self._is_cut = micro_batches > 1 or micro_batch_size is not None
         self._terms = LossTerms(engine, rule, autocast, splitter, is_cut=self._is_cut)
         self.casts, self._watch_loss = self._terms.casts, self._terms.watch
         self._watch_model = ModelWatch(rule, engine, splitter, draws)
@@ -103,8 +102,15 @@ class Stepper(FirstBatch):
         self.gate = gate or OptimizerGate(None)
         self.draws = draws
         self.own_draws = OwnDraws(draws, engine, splitter)
-        self._shares = JoinedShares(engine, splitter, rule, is_allowed=may_join and not self._is_cut)
+        self._shares = JoinedShares(
+            engine, splitter, rule, is_allowed=may_join and micro_batches == 1, most=micro_batch_size
+        )
         self._watch()
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the plan cuts what a rank takes into micro-batches, or may."""
+        return self.micro_batches > 1 or self.micro_batch_size is not None
 
     def close(self) -> None:
         """Let the optimizer step anywhere, with the user's own hooks."""

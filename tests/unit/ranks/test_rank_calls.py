@@ -113,6 +113,19 @@ def test_a_rank_that_does_not_answer_is_not_named() -> None:
         assert calls.stand([0, 1]) is None
 
 
+def test_ranks_that_part_in_one_call_are_told_what_decides_their_way() -> None:
+    store: Any = Store()
+    own, other = Calls(0, store), Calls(1, store)
+    cause = ValueError("rank 0 is in all_reduce of 8 bytes, rank 1 in all_gather of 4 bytes")
+    assert own.apart([0, 1], cause) is None  # in no call
+    with own.during("step"), other.during("step"):
+        other.stand([0, 1])
+        told = own.apart([0, 1], cause)
+    assert told is not None
+    assert told.message == f"ranks have gone different ways in model.step: {cause}"
+    assert "hooks" in (told.fix or "")
+
+
 def test_a_rank_that_left_a_call_alone_is_named_by_the_calls_number() -> None:
     store: Any = Store()
     own, other = Calls(0, store), Calls(1, store)
