@@ -64,13 +64,16 @@ class Store:
 
     def saved(self) -> list[Saved]:
         """Return what is committed, the newest first: by step, then by epoch. No clock decides."""
-        found = []
+        return sorted((saved for saved, is_own in self._named() if is_own), reverse=True)
+
+    def _named(self) -> list[tuple[Saved, bool]]:
+        """Return what has a checkpoint's name, and whether it is a directory of its own: links and files are never loaded."""
+        found = list[tuple[Saved, bool]]()
         with told_of(self.root, "read"), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.root):
-                place = step_and_epoch(entry.name)
-                if place and entry.is_dir(follow_symlinks=False):
-                    found.append(Saved(*place, Path(entry.path)))
-        return sorted(found, reverse=True)
+                if place := step_and_epoch(entry.name):
+                    found.append((Saved(*place, Path(entry.path)), entry.is_dir(follow_symlinks=False)))
+        return found
 
     def newest(self) -> tuple[OpenCheckpoint, list[tuple[Path, str]]]:
         """Return the newest checkpoint without damage, all of it checked, and which newer ones were skipped for what reason.
@@ -107,7 +110,7 @@ class Store:
         if not 0 <= step <= MOST_STEP:
             raise CheckpointError(f"step is {step} (rule: 0 to {MOST_STEP})")
         make_directory(self.root)
-        epochs = [saved.epoch for saved in self.saved() if saved.step == step]
+        epochs = [saved.epoch for saved, _ in self._named() if saved.step == step]  # a link has taken its name, too
         path = self.root / f"{_DRAFT}{step:08d}-{secrets.token_hex(8)}"
         with told_of(path, "make"):
             path.mkdir()

@@ -32,6 +32,11 @@ class PeerCalls(Protocol):
         """Number of the current call's kind and model; 0 between calls."""
         ...
 
+    @property
+    def name_number(self) -> int:
+        """Number of the current call's kind, of whatever model; 0 between calls."""
+        ...
+
     def different(self, told: Mapping[int, int]) -> MeshwrightError:
         """Return the error for ranks in different calls, from `current` of each, by rank."""
         ...
@@ -51,7 +56,7 @@ class PeerCalls(Protocol):
 
 def with_kind(length: int, calls: PeerCalls | None) -> int:
     """Return a length with the kind of this rank's call in the bits above it, so that both travel as one number."""
-    return length if calls is None else length + (calls.kind << NUMBER_BITS)
+    return length if calls is None else length + (calls.name_number << NUMBER_BITS)
 
 
 def lengths_of(numbers: Sequence[int], ranks: Sequence[int], calls: PeerCalls | None) -> list[int]:

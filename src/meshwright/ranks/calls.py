@@ -179,6 +179,11 @@ class Calls:
         """The kind of the current call and its model, by a number that is equal on all ranks; 0 outside of any."""
         return self.current >> NUMBER_BITS
 
+    @property
+    def name_number(self) -> int:
+        """The kind of the current call, of whatever model; 0 outside of any."""
+        return 1 + (self.kind - 1) % len(KINDS) if self.current else 0
+
     def different(self, told: Mapping[int, int]) -> ApplyError:
         """Return the error for ranks that are in different calls.
 

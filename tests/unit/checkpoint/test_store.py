@@ -106,6 +106,18 @@ def test_a_step_that_is_saved_again_gets_a_name_of_its_own_and_is_the_newest(tmp
     assert [saved.path.name for saved in store.saved()] == [names[3], names[1], names[2], names[0]]
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_link_or_a_file_under_a_checkpoint_s_name_is_left_alone(tmp_path: Path, kind: str) -> None:
+    store = Store(tmp_path)
+    save(store, 4)
+    taken = tmp_path / "step-00000005"
+    taken.symlink_to("step-00000004") if kind == "link" else taken.write_text("mine")
+    path = save(store, 5)  # it could not get its name: the end of a run was not saved
+    assert (path.name != taken.name, taken.is_symlink()) == (True, kind == "link")
+    with store.newest()[0] as found:
+        assert found.manifest.step == 5
+
+
 def test_retention_keeps_the_newest_and_those_that_are_named(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in range(1, 7):
