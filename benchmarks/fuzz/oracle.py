@@ -1,8 +1,8 @@
 """The reference: the script's own loop in plain float64 PyTorch, one process, no meshwright.
 
 A model whose samples see one another (batch statistics, balance losses, moving averages) is by its documented rule computed
-in the shares that ranks have: it is run in these pieces here, too. Where ranks have joined their shares, and for every other model,
-the whole batch is seen at once.
+in the shares that ranks have: it is run in these pieces here, too. Where ranks have joined their shares, and for every other
+model, the whole batch is seen at once.
 """
 
 from __future__ import annotations
