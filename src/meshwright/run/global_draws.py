@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from meshwright.apply.engine import Engine
@@ -19,14 +17,13 @@ from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.python_calls import PythonCalls, Site, Turns, turns_of_all, turns_to_rows
-from meshwright.apply.randomness.python_seeding import calls_seeded
+from meshwright.apply.randomness.python_seeding import python_draws
 from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, from_rows, of_all_ranks, to_rows
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.tensor.guards.part_guard import denials_kept
 from meshwright.describe.batches import BatchSplitter
-from meshwright.python_state import PythonState
 from meshwright.run.draw_parts import are_alike
 from meshwright.run.draw_trials import DrawTrials, Trials, Weigh
 from meshwright.run.draws_found import DrawsFound
@@ -210,7 +207,7 @@ class GlobalDraws:
             forward.python = PythonCalls(text, self.names, first, num_samples, **found)
         is_apart = self._python_apart or (self._turns is not None and not num_samples)
         apart = f"/{self.share}/{first}" if is_apart else ""
-        return self._python_draws(kind, number, apart, forward)
+        return python_draws(key_of(f"{self._text_of(kind)}/python{number or ''}{apart}"), forward)
 
     def _text_of(self, kind: str) -> str:
         place = {"trial": "", "step": f"/{self.step}", "evaluate": f"/{self.step}/{self.num_evaluations}"}[kind]
@@ -227,39 +224,13 @@ class GlobalDraws:
         own = self._engine.everyone.group_rank
         return self._sharers.index(own) if own in self._sharers else 0
 
-    @contextlib.contextmanager
-    def _python_draws(
-        self,
-        kind: str,
-        number: int = 0,
-        apart: str = "",
-        forward: ForwardDraws | None = None,
-    ) -> Iterator[None]:
-        """Start Python's and NumPy's generators alike in all forwards of a step, where the model's code may draw from them."""
-        if not self._draws_by_python and kind != "trial":
-            yield
-            return
-        before = PythonState()
-        seed = key_of(f"{self._text_of(kind)}/python{number or ''}{apart}")
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            with contextlib.nullcontext() if forward is None else in_forward(forward):
-                if forward is None or forward.python is None:
-                    yield
-                else:
-                    with calls_seeded():
-                        yield
-                    forward.python.check()
-        finally:
-            before.restore()
-
     # -- the first batch ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _trial(self, dims: Mapping[Call, SiteDims], chance: int) -> Iterator[StepDraws]:
-        with self._python_draws("trial", chance):
-            text = f"{self._text_of('trial')}{chance or ''}"
+        text = self._text_of("trial")
+        with python_draws(key_of(f"{text}/python{chance or ''}")):
+            text = f"{text}{chance or ''}"
             yield StepDraws(text, self.names, dims, inside=self._inside)
 
     def _trials(self, splitter: BatchSplitter, weigh: Weigh = None) -> DrawTrials:

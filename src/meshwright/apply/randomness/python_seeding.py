@@ -10,12 +10,37 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.apply.randomness.sites import running_draws
+from meshwright.apply.randomness.forward_draws import ForwardDraws
+from meshwright.apply.randomness.sites import in_forward, running_draws
+from meshwright.python_state import PythonState
 
 __all__: list[str] = []
 
 _STATES = ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
 _MASK = 2**32 - 1
+
+
+@contextlib.contextmanager
+def python_draws(seed: int, forward: ForwardDraws | None = None) -> Iterator[None]:
+    """Start Python's and NumPy's generators from a seed inside the context, and restore them.
+
+    Args:
+        seed: The same where code that draws has to decide alike: 64 bits.
+        forward: What runs; its calls have their places where it knows them.
+    """
+    before = PythonState()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        with contextlib.nullcontext() if forward is None else in_forward(forward):
+            if forward is None or forward.python is None:
+                yield
+            else:
+                with calls_seeded():
+                    yield
+                forward.python.check()
+    finally:
+        before.restore()
 
 
 def _functions() -> Iterator[tuple[Any, str, Any]]:
