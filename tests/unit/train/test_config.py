@@ -94,6 +94,10 @@ def test_config_is_frozen(folder):
     ("override", "words"),
     [
         ("train.stpes=3", ["unknown key 'train.stpes'", "did you mean 'steps'"]),
+        ("train.checkpoint_every=3", ["did you mean 'checkpoint.every_steps'?"]),
+        ("train.save_every=3", ["did you mean 'checkpoint.every_steps'?"]),
+        ("optimizer.learning_rate=3", ["did you mean 'optimizer.lr'?"]),
+        ("train.zero=3", ["it belongs to a plan", "put 'zero=3' into train.plan"]),
         ("trian.steps=3", ["unknown key 'trian'", "did you mean 'train'"]),
         ("steps=3", ["names no section", "fix: --set train.steps=3"]),
         ("plan.tp=2", ["'plan' is not a section", "train.plan="]),

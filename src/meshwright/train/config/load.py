@@ -228,6 +228,10 @@ def _explain(dotted: str, problem: Any) -> tuple[str, str]:
         likely = known if isinstance(problem.get("input"), bool) else _known_keys(location[:-1], switches=False)
         close = closest_word(str(location[-1]), likely)
         there = closest_word(dotted, elsewhere) or (elsewhere[0] if len(elsewhere) == 1 else None)
+        if (same := _OF_OTHERS.get(str(location[-1])) or _key_of_all_words(location)) is not None:
+            close, there = None, same
+        elif close is None and there is None and (option := _as_plan(location, problem.get("input"))) is not None:
+            return f"unknown key '{dotted}': it belongs to a plan", f"put '{option}' into train.plan, or into --plan"
         hint = f" (did you mean '{close or there}'?)" if close or there else ""
         meant = f"{above}.{close}".lstrip(".") if close else there
         fix = f"write '{meant}'" if meant else f"leave out '{dotted}'"
@@ -243,6 +247,42 @@ def _explain(dotted: str, problem: Any) -> tuple[str, str]:
     got = f"{value!r}" if not isinstance(value, dict | BaseModel) else "a table"
     rule = problem["msg"].removeprefix("Input ").replace("valid tuple", "list")
     return f"'{dotted}' = {got}: {rule}", _value_that_fits(dotted, problem)
+
+
+_OF_OTHERS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("save_every", "save_steps", "checkpoint_interval"), "checkpoint.every_steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "train.micro_batches"),
+    **dict.fromkeys(("grad_clip", "gradient_clipping", "gradient_clip_val"), "train.max_grad_norm"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), "schedule.kind"),
+    **dict.fromkeys(("log_every", "logging_steps"), "train.print_every"),
+    **dict.fromkeys(("output_dir", "default_root_dir"), "train.directory"),
+    "learning_rate": "optimizer.lr",
+    "save_total_limit": "checkpoint.keep",
+    "max_steps": "train.steps",
+    "eval_steps": "train.eval_every",
+    "dtype": "train.precision",
+}
+"""Key of other tools' configurations -> the key that says so here."""
+
+
+def _as_plan(location: Sequence[Any], value: Any) -> str | None:
+    """Return the plan's entry that a key of a configuration was meant for, or None where no plan has it."""
+    try:
+        return str(Plan.parse(f"{location[-1]}={value}"))
+    except ConfigError:
+        return None
+
+
+def _key_of_all_words(location: Sequence[Any]) -> str | None:
+    """Return the first key, by section, that has every word of an unknown one where no key beside that one has them.
+
+    ``train.checkpoint_every`` means ``checkpoint.every_steps``, though ``train.print_every`` has more letters of it.
+    """
+    words = set(str(location[-1]).split("_"))
+    if len(location) != 2 or len(words) == 1 or any(words <= set(key.split("_")) for key in _known_keys(location[:-1])):
+        return None
+    dotted = [f"{section}.{key}" for section in _SECTIONS for key in _known_keys((section,))]
+    return next((key for key in dotted if words <= set(re.split(r"[._]", key))), None)
 
 
 _EXAMPLES: Final[Mapping[str, str]] = {
