@@ -170,3 +170,11 @@ def test_an_offloaded_optimizer_is_equal(plan: str) -> None:
     plan = f"{plan},offload=optimizer,micro_batches=3"
     for state in testing.run_ranks(sharded_jobs.train, 2, plan, OPTIMIZERS["momentum"]):
         testing.assert_parity(state, plain(OPTIMIZERS["momentum"]), 1e-11)
+
+
+@pytest.mark.parametrize("plan", [f"dp=2,zero=3{WHOLE}", f"dp=2,zero=3{WHOLE},recompute=full"])
+def test_parameters_read_as_another_dtype_are_equal(plan: str) -> None:
+    # What autograd saves of them is a view: of complex numbers of a real parameter, of the reverse, or conjugated.
+    expected = sharded_jobs.train_other_types("single")
+    for state in testing.run_ranks(sharded_jobs.train_other_types, 2, plan):
+        testing.assert_parity(state, expected, 1e-11)

@@ -189,3 +189,42 @@ def train_with_dropout(plan: str) -> dict[str, Tensor]:
             x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
             model.step(mw.split_batch((x, x.sin()), model))
         return model.full_state_dict()
+
+
+class OtherTypes(nn.Module):
+    """Layers whose backward reads a parameter as another dtype, conjugated, or negated by a bit of the view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_OfAnotherType() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class _OfAnotherType(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(6, 2, dtype=torch.float64))
+        self.spectrum = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.rand(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        as_complex = (torch.view_as_complex(self.pairs) * torch.fft.fft(scaled)).real
+        conjugated = (self.spectrum.conj() * torch.fft.fft(scaled.sin())).real
+        negated = self.spectrum.conj().imag * scaled.cos()
+        as_real = torch.view_as_real(self.spectrum)[:, 0] * scaled.tanh()
+        return (as_complex + conjugated + negated + as_real).tanh()
+
+
+def train_other_types(plan: str) -> dict[str, Tensor]:
+    """Return the state after three steps of layers that read parameters as another dtype."""
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(OtherTypes, plan, loss_fn=losses.square, optimizer=make) as model:
+        for seed in range(3):
+            x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            model.step(mw.split_batch((x, x.sin()), model))
+        return model.full_state_dict()

@@ -18,6 +18,7 @@ own_gathering    whole units for what a script drives
 exchange_order   that order, as lists of numbers
 requests         units needed beyond the order, agreed on per phase
 lookup_hooks     callbacks for the lookup of a parameter
+saved_view       position of a tensor in a unit's memory, which autograd saves in place of the values
 held             facts about sharded parameters between steps
 optimizer        check of optimizers for work on pieces, and handover of the pieces
 piece_groups     groups of an optimizer over pieces that a script has changed

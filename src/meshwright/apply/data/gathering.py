@@ -32,6 +32,7 @@ from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.lookup_hooks import WatchedParameters
 from meshwright.apply.data.own_gathering import OwnGathering
 from meshwright.apply.data.requests import agree_on_unit, spare_bytes
+from meshwright.apply.data.saved_view import SavedView
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.hooks import OwnHook
 from meshwright.apply.modules.transforms import BESIDE_ZERO_3, derivatives_refused, refusal
@@ -196,13 +197,12 @@ class Gathering(OwnGathering):
         if is_wrapped(tensor):
             raise refusal(*BESIDE_ZERO_3)
         index = self._at_address.get(tensor.untyped_storage().data_ptr())
-        return tensor if index is None else (index, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return tensor if index is None else SavedView.of(tensor, index)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        index, shape, stride, offset = packed
-        self.need(index)
+        self.need(index := packed.index)
         flat = self._units[index].flat
         if flat is None:
             raise ApplyError(
@@ -211,7 +211,7 @@ class Gathering(OwnGathering):
                 fix="call model.backward(loss) in place of loss.backward(); gradients of inputs by torch.autograd.grad (a "
                 "penalty, adversarial examples) need a plan with zero=2 at most",
             )
-        return flat.as_strided(shape, stride, offset)
+        return packed.in_memory(flat)
 
     def need(self, index: int) -> None:
         """Make the unit whole, if it is not."""
