@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.parity.jobs import buffer_jobs as jobs
 from tests.parity.over_gloo import is_over_gloo
+from tests.tolerances import FLOAT64
 
 import meshwright as mw
 from meshwright import testing
@@ -88,3 +89,11 @@ def test_buffers_that_each_micro_batch_changes_are_told(plan: str) -> None:
             assert len(told) == (kind in names or kind == "count"), kind
             assert all(f"'{names.get(kind, '1.')}" in reason for reason in told)
     assert not testing.run_ranks(jobs.reasons_of, 1, "centre", "dp=1,micro_batches=1")[0]
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,zero=1"])
+def test_what_is_written_under_another_name_is_every_stage_s(plan: str) -> None:
+    losses, state = jobs.train_under_another_name("single")
+    for found, values in testing.run_ranks(jobs.train_under_another_name, mw.Plan.parse(plan).num_ranks, plan):
+        assert found == pytest.approx(losses, rel=FLOAT64)
+        testing.assert_parity(values, state, FLOAT64)

@@ -205,3 +205,33 @@ def centre_after(plan: str) -> Tensor:
 
 def _mean(outputs: Tensor, pair: Any) -> mw.Loss:
     return mw.Loss((outputs - pair[1]).square().sum(), len(outputs))
+
+
+class OtherName(nn.Module):
+    """Keeps numbers of its first layer's outputs, between the layers, in tensors that it names otherwise while it writes."""
+
+    whole: Tensor
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.register_buffer("whole", torch.zeros(6))
+        self.register_buffer("rows", torch.zeros(2, 6))
+        self.attribute = torch.zeros(2, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.attribute[0]
+        mean = x.detach().mean(0)
+        self.whole.data.mul_(0.9).add_(mean)
+        self.rows[1].copy_(mean)
+        self.attribute[0].copy_(mean)
+        return self.last(x)
+
+
+def train_under_another_name(plan: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the state of four steps, as this rank has them."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(lambda: OtherName().double(), plan, loss_fn=_mean, optimizer=sgd) as model:
+        losses = [model.step(mw.split_batch(batch(4, step), model)).loss for step in range(4)]
+        return losses, model.full_state_dict()

@@ -65,10 +65,11 @@ class Memory:
             self._inputs.append((tensor, value, value.home))
             self.has_inputs = True
 
-    def writer_of(self, tensor: Tensor) -> tuple[int, bool] | None:
+    def writer_of(self, tensor: Tensor, *, is_over: bool = False) -> tuple[int, bool] | None:
         """Return the stage that has written into the memory of a tensor of no known home, and whether that has a gradient.
 
         It alone has the values of the tensor, which on one device is another name of what was written. None where none has.
+        `is_over` says that the forward is over: what a layer wrote comes before nothing then.
 
         Raises:
             ApplyError: Several stages have, and none has the values of all; or a layer has.
@@ -79,10 +80,10 @@ class Memory:
         # One that a later stage wrote into after that is a copy there, apart from this memory.
         homes = {home for value, first in found for home in (value.home, first)}
         home = homes.pop()
-        if homes or home is None or self._is_of_layer:
+        if homes or home is None or (self._is_of_layer and not is_over):
             raise ApplyError(
-                f"a layer, or code between layers, writes into a tensor of the batch, and other code uses another one, of "
-                f"shape {list(tensor.shape)}, that shares its memory; only the stage that writes has what was written",
+                f"a layer, or code between layers, writes into a tensor of the batch or a buffer, and another one, of "
+                f"shape {list(tensor.shape)}, shares its memory; only the stage that writes has what was written",
                 fix="do not write in place there (y = y + x, inplace=False), or clone() before; or use pp=1",
             )
         return home, any(value.any.requires_grad for value, _ in found)

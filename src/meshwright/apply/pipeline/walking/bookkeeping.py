@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright._torch_private import current_function_mode, without_view
 from meshwright.apply.pipeline.p2p import Mail
 from meshwright.apply.pipeline.tracing.memory import Memory
+from meshwright.apply.pipeline.tracing.scene import tensors_below
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
 from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.stand_ins import (
@@ -32,6 +33,9 @@ from meshwright.errors import ApplyError
 from meshwright.trees import arguments_in
 
 __all__: list[str] = []
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that every module has: tables of parameters, buffers, children and hooks."""
 
 
 class _Arrival(torch.autograd.Function):
@@ -92,10 +96,19 @@ class Bookkeeping(TorchFunctionMode):
             self._follow_written(tensor for tensor in tensors if value_of(tensor) is None)
         return self._known_here([value for tensor in tensors if (value := value_of(tensor)) is not None])
 
-    def _follow_written(self, tensors: Iterable[Tensor]) -> None:
+    def _follow_state(self) -> None:
+        """Mark what the model keeps and the forward has written under another name (`self.buffer.data`, a row of it)."""
+        if not self._memory.has_inputs:
+            return
+        for module in self._module.modules():
+            own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            kept = [*module._buffers.values(), *tensors_below(own)]
+            self._follow_written((t for t in kept if t is not None and value_of(t) is None), is_over=True)
+
+    def _follow_written(self, tensors: Iterable[Tensor], *, is_over: bool = False) -> None:
         """Mark tensors of no known home whose memory a stage has written into under another name: their values are there."""
         for tensor in tensors:
-            writer = self._memory.writer_of(tensor)
+            writer = self._memory.writer_of(tensor, is_over=is_over)
             if writer is None:
                 continue
             home, has_gradient = writer

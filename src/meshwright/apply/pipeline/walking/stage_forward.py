@@ -58,7 +58,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     values_in,
 )
 from meshwright.apply.pipeline.walking.told_results import from_bytes, to_bytes
-from meshwright.apply.pipeline.walking.without_numbers import run_plain, zeros_like_meta
+from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError, run_plain, zeros_like_meta
 from meshwright.apply.pipeline.walking.written import (
     is_state,
     map_results,
@@ -111,6 +111,8 @@ class StageForward(Bookkeeping):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._plain_checkpoints.__exit__()
+        if error[0] is None or issubclass(error[0], ReadsValueError):
+            self._follow_state()
 
     def close(self) -> None:
         """Hold nothing of the forward any more."""
