@@ -21,3 +21,12 @@ def test_a_cached_shard_is_not_taken_for_the_weight_outside_of_its_layer() -> No
     for outcome in testing.run_outcomes(functools.partial(jobs.planned, has_penalty=True), 2, "tp=2"):
         assert isinstance(outcome.error, mw.ApplyError)
         assert "needs the whole tensor" in str(outcome.error)
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=1", "tp=2", "pp=2", "dp=2,tp=2"])
+def test_recurrences_that_drop_weights_are_one_devices(line: str) -> None:
+    # A trial in eval mode registers the raw parameter under the other name, which training may not set any more.
+    expected, state = jobs.dropping("single")
+    for losses, values in testing.run_ranks(jobs.dropping, mw.Plan.parse(line).num_ranks, line):
+        assert losses == pytest.approx(expected, rel=1e-11)
+        testing.assert_parity(values, state, 1e-11)

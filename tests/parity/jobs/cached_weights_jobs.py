@@ -73,6 +73,34 @@ def plain() -> list[float]:
     return losses
 
 
+class WeightDrop(nn.Module):
+    """Sets a recurrent weight by dropout of another one in each forward: in eval mode that is the other parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        raw = self.lstm.weight_hh_l0
+        del self.lstm.weight_hh_l0
+        self.lstm.register_parameter("raw", nn.Parameter(raw.data))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lstm.weight_hh_l0 = nn.functional.dropout(self.lstm.raw, 0.3, self.training)
+        return self.lstm(x)[0]
+
+
+def build_dropping() -> nn.Module:
+    """Return a model whose recurrences drop weights."""
+    return nn.Sequential(WeightDrop(), nn.Linear(WIDTH, WIDTH), WeightDrop()).double()
+
+
+def dropping(line: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the state of a model whose recurrences drop weights."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    with mw.apply_plan(build_dropping, line, loss_fn=loss_fn, optimizer=optimizer, seed=0) as model:
+        losses = [model.step(mw.split_batch(batch(length), model)).loss for length in (5, 3, 5)]
+        return losses, model.full_state_dict()
+
+
 def planned(line: str, *, has_penalty: bool = False) -> list[float]:
     """Return the losses under a plan."""
     make = functools.partial(build, has_penalty=has_penalty)

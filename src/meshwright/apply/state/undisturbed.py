@@ -107,6 +107,18 @@ class AttributeSnapshot:
             child.training = mode
 
 
+def _forget_names(tables: list[tuple[dict[str, Any], set[str]]], known: set[int]) -> None:
+    """Remove names that a trial has given to parameters of the model.
+
+    A forward that sets a weight from another one (`self.weight = dropout(self.raw, training=self.training)`) sets the parameter
+    itself in eval mode, which torch registers, and which then refuses the tensor of training.
+    """
+    for table, names in tables:
+        for name in dict.keys(table) - names:
+            if id(dict.get(table, name)) in known:
+                dict.__delitem__(table, name)
+
+
 def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
 
@@ -132,9 +144,12 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     with no_cached_tensors(module), kept_random_states([device], module=module), torch.no_grad():
         buffers, attributes = BufferSnapshot(module), AttributeSnapshot(module)
         # Not by the module's own lists: under ZeRO-3 a look into them gathers everything.
-        tables = [dict.values(child._parameters) for child in module.modules()]
+        tables = [(child._parameters, dict.keys(child._parameters) | set()) for child in module.modules()]
         frozen = [
-            (parameter, parameter.requires_grad) for table in tables for parameter in table if parameter is not None
+            (parameter, parameter.requires_grad)
+            for table, _ in tables
+            for parameter in dict.values(table)
+            if parameter is not None
         ]
         _trials += 1
         try:
@@ -143,6 +158,7 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
             _trials -= 1
             attributes.restore()
             buffers.restore()
+            _forget_names(tables, {id(parameter) for parameter, _ in frozen})
             for parameter, is_trained in frozen:
                 if parameter.requires_grad != is_trained:
                     parameter.requires_grad_(is_trained)
