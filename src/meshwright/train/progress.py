@@ -125,7 +125,8 @@ class ProgressView:
 
     def _on_planned(self, event: dict[str, Any]) -> None:
         for reason in event["plan"]["reasons"]:
-            self.note(f"plan: {reason}")
+            if reason not in event.get("warned", ()):
+                self.note(f"plan: {reason}")
 
     def _on_evaluated(self, event: dict[str, Any]) -> None:
         self._eval_loss = event["loss"]

@@ -170,7 +170,9 @@ class _Session:
         plan = model.plan
         self._has_told_plan = model.engine.is_prepared
         if plan.layouts or plan.reasons:
-            self._emit("planned", plan=plan.to_dict())
+            # What a warning has said already, at length, is not said again.
+            warned = list(model.engine.batch_reasons) if model.engine.joins_shares else []
+            self._emit("planned", plan=plan.to_dict(), warned=warned)
 
     def _tell_held(self, model: ParallelModel) -> None:
         """Say, once, which part of each tensor each rank holds; every rank calls it after a step."""

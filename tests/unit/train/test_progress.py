@@ -160,3 +160,9 @@ def test_skipped_steps_are_counted_at_the_end():
     )
     twice = show(started(), step(1, **skip), step(2, **skip), step(1), step(3, **skip), done)[-1]  # after a restart
     assert twice.endswith("not finite: 2 steps, the first 2, the last 3")
+
+
+def test_a_reason_that_a_warning_has_told_is_not_told_again():
+    planned = {"event": "planned", "plan": {"reasons": ["batch: whole, since", "tp=2 cuts"]}}
+    assert show(started(), planned)[1:] == ["plan: batch: whole, since", "plan: tp=2 cuts"]
+    assert show(started(), planned | {"warned": ["batch: whole, since"]})[1:] == ["plan: tp=2 cuts"]
