@@ -33,6 +33,7 @@ def test_an_option_of_the_optimizer_that_one_rank_changes_is_refused(plan: str, 
 @pytest.mark.parametrize(
     ("act", "words"),
     [
+        ("default dtype", "torch's default dtype: it is torch.float32 on rank 0 and torch.float64 on rank 1"),
         ("no gradients", "gradients on on rank 0 and None, gradients off on rank 1"),
         ("mode", "whether module 'blocks.1.drop' trains: it is True on rank 0 and False on rank 1"),
         ("rate", "attribute 'p' of module 'blocks.0.drop': it is 0.1 on rank 0 and 0.7 on rank 1"),
@@ -216,6 +217,8 @@ def test_what_one_rank_alone_changes_before_the_first_step_is_refused_or_told(pl
     refused = _same(functools.partial(jobs.train, faulty_step=0), plan, "epsilon")
     assert refused["kind"] == "ApplyError"
     assert "attribute 'eps' of module 'blocks.1.norm'" in refused["text"]
+    refused = _same(functools.partial(jobs.train, faulty_step=0), plan, "default dtype")
+    assert "torch's default dtype: it is torch.float32 on rank 0" in refused["text"]
     told = _same(functools.partial(jobs.train, faulty_step=0), plan, "nothing")
     assert (told["kind"], told["findings"]) == (None, [])
     if plan != "tp=2":  # there the loss of the first step is another one on each rank

@@ -58,7 +58,9 @@ def build(kind: type[Net] = Net) -> nn.Module:
 
 def batch(step: int) -> tuple[dict[str, Any], Tensor]:
     made = torch.Generator().manual_seed(step)
-    return {"x": torch.randn(8, 8, generator=made).double(), "factor": 1.0}, torch.randint(3, (8,), generator=made)
+    return {"x": torch.randn(8, 8, generator=made, dtype=torch.float32).double(), "factor": 1.0}, torch.randint(
+        3, (8,), generator=made
+    )
 
 
 def _loss(outputs: Tensor, given: Any) -> Tensor:
@@ -91,6 +93,7 @@ ACTS: dict[str, Callable[[mw.ParallelModel], Any]] = {
     "weight_decay": lambda model: _options(model, weight_decay=0.7),
     "betas": lambda model: _options(model, betas=(0.5, 0.6)),
     "maximize": lambda model: _options(model, maximize=True),
+    "default dtype": lambda _: torch.set_default_dtype(torch.float64),
     "no gradients": lambda _: torch.set_grad_enabled(False),
     "mode": lambda model: model.module.get_submodule("blocks.1.drop").eval(),
     "rate": _setting("blocks.0.drop", "p", 0.7),
@@ -144,6 +147,7 @@ def train(
         with torch.enable_grad():  # what a script sets inside ends here
             return _told(run) | {"findings": findings, "logged": logged}
     finally:
+        torch.set_default_dtype(torch.float32)
         logging.getLogger("meshwright").removeHandler(handler)
         while _removed_at_the_end:
             _removed_at_the_end.pop().remove()

@@ -230,7 +230,7 @@ class FlatUnit:
             self._take_over_moved(self.flat)
             begin = self.group.group_rank * self.layout.segment_numel
             own = self.flat[begin : begin + self.layout.segment_numel]
-            is_written = torch.tensor([float(not torch.equal(own, self.segment))], device=self.segment.device)
+            is_written = torch.tensor([not torch.equal(own, self.segment)], dtype=torch.int32, device=own.device)
             # On every rank or on none, since sentinels compare the ranks' states.
             self.group.all_reduce(is_written, "max")
             if is_written.item():

@@ -94,7 +94,7 @@ class Sentinels:
         self._outcome = (math.nan, math.nan)
         self._compares_outcome = True
         self._found, self._early = list[str](), list[str]()
-        self._batch, self._autocast = None, ""
+        self._batch, self._autocast, self._default_dtype = None, "", ""
         self._share_out()
         self.recompute: Recompute | None = None
         """The layers that run again in backward, which are inspected as well."""
@@ -164,6 +164,7 @@ class Sentinels:
             autocast: The dtype of forwards; None for the model's own.
         """
         self._autocast = f"{autocast!r}, gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        self._default_dtype = repr(torch.get_default_dtype())
         found: list[Saying] = []
         if (calls := self._engine.everyone.calls) is not None and not self._everyone.is_alone:
             found.append(Saying("call", self._everyone, calls.kind))
@@ -190,7 +191,8 @@ class Sentinels:
             values = [parameter for _, parameter in self._watch.written_parameters()] if written else []
             found.append(Saying("values", self._copying, digest_of(values) if values else 0))
         modes = self._settings.modes()
-        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast + modes) + self._options.value()
+        common = digest_text(settings.learning_rates(self._optimizer) + self._autocast + self._default_dtype + modes)
+        common += self._options.value()
         if self._compares_outcome:
             common += digest_outcome(*self._outcome)
         found.append(Saying("common", self._everyone, common & 2**63 - 1))
@@ -214,6 +216,7 @@ class Sentinels:
         if "common" in topics:
             mode = ("whether the model is in training mode", repr(engine.module.training))
             rows = [("the dtype of torch.autocast, and torch.set_grad_enabled", self._autocast), mode]
+            rows += [("torch's default dtype", self._default_dtype)]
             rows += settings.of_options(self._optimizer)
             rows += settings.of_modes(engine.module)
             settings.raise_different(engine.everyone, rows, engine.device)
