@@ -30,3 +30,15 @@ def test_recurrences_that_drop_weights_are_one_devices(line: str) -> None:
     for losses, values in testing.run_ranks(jobs.dropping, mw.Plan.parse(line).num_ranks, line):
         assert losses == pytest.approx(expected, rel=1e-11)
         testing.assert_parity(values, state, 1e-11)
+
+
+@pytest.mark.parametrize("line", ["dp=2", "tp=2", "pp=2", "tp=2,pp=2"])
+def test_weights_that_a_forward_on_the_object_drops_are_one_devices_or_refused(line: str) -> None:
+    run = functools.partial(jobs.dropping, is_patched=True)
+    expected, _ = run("single")
+    for outcome in testing.run_outcomes(run, mw.Plan.parse(line).num_ranks, line):
+        if outcome.error is None:
+            assert outcome.result[0] == pytest.approx(expected, rel=1e-11)
+        else:  # shapes of another stage's layer, of which ranks hold parts
+            assert line == "tp=2,pp=2"
+            assert "has a forward of its own, set on the object" in str(outcome.error)

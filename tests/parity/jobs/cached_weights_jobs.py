@@ -93,10 +93,12 @@ def build_dropping() -> nn.Module:
     return nn.Sequential(WeightDrop(), nn.Linear(WIDTH, WIDTH), WeightDrop()).double()
 
 
-def dropping(line: str) -> tuple[list[float], dict[str, Tensor]]:
+def dropping(line: str, *, is_patched: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and the state of a model whose recurrences drop weights."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    with mw.apply_plan(build_dropping, line, loss_fn=loss_fn, optimizer=optimizer, seed=0) as model:
+    with mw.apply_plan(
+        build_patched if is_patched else build_dropping, line, loss_fn=loss_fn, optimizer=optimizer, seed=0
+    ) as model:
         losses = [model.step(mw.split_batch(batch(length), model)).loss for length in (5, 3, 5)]
         return losses, model.full_state_dict()
 
@@ -107,3 +109,28 @@ def planned(line: str, *, has_penalty: bool = False) -> list[float]:
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     with mw.apply_plan(make, line, loss_fn=loss_fn, optimizer=optimizer, seed=0) as model:
         return [model.step(mw.split_batch(batch(length), model)).loss for length in (5, 3, 5)]
+
+
+def build_patched() -> nn.Module:
+    """Return a model whose recurrence has a forward that is set on the object, as libraries that drop weights do."""
+    lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+    raw = lstm.weight_hh_l0
+    del lstm.weight_hh_l0
+    lstm.register_parameter("raw", nn.Parameter(raw.data))
+    original = lstm.forward
+
+    def forward(*args: Any) -> Any:
+        lstm.weight_hh_l0 = nn.functional.dropout(lstm.raw, 0.3, lstm.training)
+        return original(*args)
+
+    lstm.forward = forward
+    return _First(lstm).double()
+
+
+class _First(nn.Module):
+    def __init__(self, lstm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.lstm, self.last = nn.Linear(WIDTH, WIDTH), lstm, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(self.first(x))[0])

@@ -38,6 +38,7 @@ from meshwright.apply.pipeline.walking.without_numbers import (
 from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.apply.state.outside import Outside
 from meshwright.describe.function_caches import no_cached_tensors
+from meshwright.errors import ApplyError
 from meshwright.python_state import PythonState
 from meshwright.trees import LEAVES
 
@@ -216,7 +217,16 @@ def _forward_of_twin(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for hook in twin._forward_pre_hooks.values():
         if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm and pruning of old
             hook(twin, args)
-    return type(twin).forward(twin, *args, **kwargs)
+    if "forward" not in vars(twin):
+        return type(twin).forward(twin, *args, **kwargs)
+    try:  # a forward that is set on the object runs the object's parameters, of which another stage has none
+        return type(twin).forward(twin, *args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        raise ApplyError(
+            f"a layer ({type(twin).__name__}) has a forward of its own, set on the object; with tp and pp its results' shapes "
+            f"are found by its class's forward, which raised {type(error).__name__}: {error}",
+            fix="give its class that forward (a subclass), or use tp or pp alone",
+        ) from error
 
 
 def _run_watched(
