@@ -44,6 +44,12 @@ def test_a_branch_that_no_trial_has_shown_is_told_and_drawn_alike_by_ranks_of_a_
         assert any("was not made by the first batch" in reason for reason in found[2])
 
 
+def test_a_layer_that_no_trial_has_run_draws_as_a_whole_one_beside_cut_siblings() -> None:
+    for found in testing.run_ranks(train, 2, "left out later", "tp=2"):
+        assert is_equal(found, single("left out later"))
+        assert any("was not made by the first batch" in reason for reason in found[2])
+
+
 def test_a_loop_that_leaves_out_a_layer_before_a_cut_one_is_told() -> None:
     """One place in the code draws inside of the cut and outside, so that only the number of the draw tells which it is."""
     for found in testing.run_ranks(train, 2, "looped", "tp=2"):

@@ -47,6 +47,26 @@ class Looped(nn.Module):
         return x
 
 
+class LeftOut(nn.Module):
+    """Layers with dropouts of their own, inside of a cut and behind it; batches of other values leave out the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.2)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        """Return the result (samples, length, width)."""
+        for place, block in enumerate(self.blocks):
+            if place != 1 or bool((kinds == 1).any()):
+                x = x + block(x)
+        return x
+
+
 class ChosenFirst(nn.Module):
     """Experts whose tokens are all chosen before any of them drops out."""
 
@@ -150,8 +170,8 @@ class Unpadded(nn.Module):
 
 def _pattern(number: int, step: int, name: str) -> Tensor:
     rows, places = torch.arange(number)[:, None], torch.arange(LENGTH)
-    if name in ("branch", "branch later", "looped", "one dropout"):
-        return torch.full((number, LENGTH), int((step % 2 == 0) == (name != "branch later")))
+    if name in ("branch", "branch later", "left out later", "looped", "one dropout"):
+        return torch.full((number, LENGTH), int((step % 2 == 0) != name.endswith(" later")))
     if name == "one dropout of experts":
         return (rows + places) % (3 if step == 0 else 1 + step % 2) + (step == 2)
     if name == "chosen first":
@@ -162,6 +182,7 @@ def _pattern(number: int, step: int, name: str) -> Tensor:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "branch": functools.partial(ByKind, Branch),
     "branch later": functools.partial(ByKind, Branch),
+    "left out later": LeftOut,
     "looped": functools.partial(ByKind, Looped),
     "one dropout": functools.partial(OneDropout, Branch),
     "one dropout of experts": functools.partial(OneDropout, Experts),

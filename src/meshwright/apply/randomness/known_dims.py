@@ -91,6 +91,9 @@ def dims_of_others(
             chosen = {dims for dims in chosen if _has_rows_of(dims, shape)} or {
                 dims if dims.cut is not None else dataclasses.replace(dims, is_apart=True) for dims in chosen
             }
+        elif shares_layers and not any(other == name for other, _ in known):
+            chosen = {_whole_where_sizes_are(dims, shape, num_samples) for dims in chosen}
+            chosen = {dims for dims in chosen if _fits(dims, shape, num_samples)} or chosen
         if chosen:
             return chosen.pop() if len(chosen) == 1 else None
     found = set(alike.values())
@@ -104,8 +107,33 @@ def dims_of_others(
 def _has_rows_of(dims: SiteDims, shape: Sequence[int]) -> bool:
     """Tell whether rows of a tensor have the sizes of a call's, or of this rank's part of them."""
     if dims.cut is None:
-        return tuple(shape[(dims.dim or 0) + 1 :]) == dims.inner
+        return _is_as_before(dims, shape)
     return shape[dims.cut.dim] == dims.cut.sizes[dims.cut.rank]
+
+
+def _whole_where_sizes_are(dims: SiteDims, shape: Sequence[int], num_samples: int) -> SiteDims:
+    """Return a sibling's dims for a layer in which no trial has drawn: it may be whole, though its siblings are cut."""
+    if dims.cut is not None:
+        is_whole = shape[dims.cut.dim] == sum(dims.cut.sizes) * _repeats(dims, num_samples)
+    else:
+        is_whole = _is_as_before(dims, shape)
+    return dataclasses.replace(dims, cut=None, on_stream=False, is_apart=False) if is_whole else dims
+
+
+def _fits(dims: SiteDims, shape: Sequence[int], num_samples: int) -> bool:
+    """Tell whether a draw has the sizes that these dims give it, whole or cut; lengths may have changed since."""
+    if dims.cut is not None:
+        return shape[dims.cut.dim] == dims.cut.sizes[dims.cut.rank] * _repeats(dims, num_samples)
+    return _is_as_before(dims, shape) is not (dims.on_stream or dims.is_apart)
+
+
+def _repeats(dims: SiteDims, num_samples: int) -> int:
+    return num_samples if dims.cut is not None and dims.cut.dim == dims.dim else 1
+
+
+def _is_as_before(dims: SiteDims, shape: Sequence[int]) -> bool:
+    """Tell whether the dims behind the sample dim have the sizes of the first batch, with whole layers."""
+    return tuple(shape[(dims.dim or 0) + 1 :]) == dims.inner
 
 
 def _moved(dims: SiteDims, name: str) -> SiteDims:
