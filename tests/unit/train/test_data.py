@@ -125,3 +125,10 @@ def test_hugging_face_models_get_labels_that_they_shift_themselves(tmp_path):
     batch = collate_for_causal_lm([windows[0], windows[1]])
     assert batch["input_ids"].tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     assert batch["labels"].tolist() == batch["input_ids"].tolist()
+
+
+def test_a_source_that_returns_no_dataset_is_named(tmp_path):
+    (tmp_path / "gives_nothing.py").write_text("def data(split='train'):\n    pass\n")
+    with pytest.raises(ConfigError, match="'gives_nothing:data' returned a NoneType for split 'train'") as caught:
+        load_data(make_config(tmp_path, source="gives_nothing:data"), "train")
+    assert "def data(split='train')" in str(caught.value.fix)

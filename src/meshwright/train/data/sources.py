@@ -79,7 +79,7 @@ def load_data(config: TrainConfig, split: Split) -> Any:
         A map-style dataset, or whatever a callable source returns.
 
     Raises:
-        ConfigError: The source has no sample in this split.
+        ConfigError: The source has no sample in this split, or returns what is no dataset.
         MissingDependencyError: An optional package is needed.
     """
     data = config.data
@@ -91,6 +91,12 @@ def load_data(config: TrainConfig, split: Split) -> Any:
         dataset = _load_digits(split, data.eval_fraction)
     else:
         dataset = import_callable(data.source, config.import_roots)(split=split, **data.kwargs)
+        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+            raise ConfigError(
+                f"data.source = {data.source!r} returned a {type(dataset).__name__} for split '{split}' (rule: a dataset, or "
+                "what can be iterated)",
+                fix=f"return a dataset from it: def {data.source.rpartition(':')[2]}(split='train'): return TensorDataset(...)",
+            )
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise ConfigError(
             f"data.source = {data.source!r}: split '{split}' has no sample",

@@ -85,7 +85,8 @@ class StreamLoader:
     def __init__(self, source: Iterable[Any], model: Any, options: LoadOptions) -> None:
         if not isinstance(source, Iterable):
             raise ConfigError(
-                f"make_loader: a {type(source).__name__} is neither indexed (__len__ and __getitem__) nor iterable"
+                f"make_loader: a {type(source).__name__} is neither indexed (__len__ and __getitem__) nor iterable",
+                fix="pass a dataset, a DataLoader, or an iterable of samples or batches",
             )
         if options.num_workers and not isinstance(source, IterableDataset):
             raise ConfigError(
