@@ -93,7 +93,8 @@ def dims_of_others(
             }
         elif shares_layers and not any(other == name for other, _ in known):
             chosen = {_whole_where_sizes_are(dims, shape, num_samples) for dims in chosen}
-            chosen = {dims for dims in chosen if _fits(dims, shape, num_samples)} or chosen
+            whole = {dims for dims in chosen if _is_whole(dims) and _is_as_before(dims, shape)}
+            chosen = whole or {dims for dims in chosen if _fits(dims, shape, num_samples)} or chosen
         if chosen:
             return chosen.pop() if len(chosen) == 1 else None
     found = set(alike.values())
@@ -125,6 +126,10 @@ def _fits(dims: SiteDims, shape: Sequence[int], num_samples: int) -> bool:
     if dims.cut is not None:
         return shape[dims.cut.dim] == dims.cut.sizes[dims.cut.rank] * _repeats(dims, num_samples)
     return _is_as_before(dims, shape) is not (dims.on_stream or dims.is_apart)
+
+
+def _is_whole(dims: SiteDims) -> bool:
+    return dims.cut is None and not (dims.on_stream or dims.is_apart)
 
 
 def _repeats(dims: SiteDims, num_samples: int) -> int:
