@@ -21,7 +21,7 @@ from tests.parity.models.hf_float64 import Float64Loader
 _MODULES = re.compile(
     r"transformers\.(models\.\w+\.modeling_|modeling_rope_utils|modeling_layers|masking_utils|activations|loss\."
     r"|pytorch_utils|time_series_utils|integrations\.(sdpa_attention|moe|eager_paged|finegrained))"
-    r"|(timm|diffusers|torchvision)\.(models|layers)\b|(mambapy|litgpt|chronos|enformer_pytorch)\."
+    r"|(timm|diffusers|torchvision)\.(models|layers)\b|(mambapy|litgpt|chronos|enformer_pytorch|hyper_connections)\."
 )
 _WORDS = re.compile(rb"\.float\b|\.float32\b")
 

@@ -28,7 +28,7 @@ from meshwright.apply.tensor.roles import (
 )
 from meshwright.apply.tensor.stored import forget_graphs
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
-from meshwright.apply.tensor.whole import gather_parameter, share
+from meshwright.apply.tensor.whole import assign_values, gather_parameter, share
 from meshwright.comm.communicator import Communicator
 from meshwright.layout import ShardLayout
 from meshwright.nn.shards import one_block, take_shard
@@ -97,7 +97,7 @@ class Cutting:
                     layout = functools.partial(cut.layout, tuple(whole.shape), region.num_units, self.group.size)
                     self._cuts[name] = known[id(tensor)] = layout
                     block = one_block(whole, layout(rank)) if self._shares_memory else None
-                    tensor.data = take_shard(whole, layout(rank)) if block is None else block
+                    assign_values(tensor, take_shard(whole, layout(rank)) if block is None else block)
                     self._tensors.append(tensor)
                     self._versions.append(tensor._version)
                     if self._make_guard is not None:
