@@ -107,6 +107,8 @@ class TrialOutcome:
     """The losses of the trial's rows."""
     obstacle: str | None = None
     """Why nothing can be concluded from it."""
+    error: Exception | None = None
+    """What its code raised, where that is the obstacle."""
     written: tuple[tuple[str, Tensor], ...] = ()
     """Parameters that the forward has set, by FQN, or numbers that stand for their values; they are put back."""
     left: frozenset[str] = frozenset()
@@ -187,7 +189,8 @@ def run_trial(
         except OwnBackwardError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's code: what it raises here it raises in the step, too
-            return TrialOutcome(obstacle=f"{RAISED} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            obstacle = f"{RAISED} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return TrialOutcome(obstacle=obstacle, error=error)
         obstacle = None
         if normalises:
             obstacle = "it normalises with statistics of the batch"

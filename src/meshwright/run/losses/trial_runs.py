@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,12 +16,14 @@ from meshwright.apply.state.assigned import assigned_parameters
 from meshwright.apply.state.kept_parameters import KeptParameters, is_kept
 from meshwright.comm.communicator import Communicator
 from meshwright.describe.batches import call_model
+from meshwright.errors import MeshwrightError
 from meshwright.run.losses.loss import LossTerm
 from meshwright.run.losses.trial_forward import RAISED, TrialForward, TrialOutcome, run_trial
 from meshwright.run.losses.trials import Evidence
 
 __all__: list[str] = []
 
+_T = TypeVar("_T")
 _Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence] | None
 _Term = Callable[[Any, Any], LossTerm]
 
@@ -123,12 +125,25 @@ def run_together(engine: Engine, module: nn.Module, trials: _Trials, term: _Term
                 for _ in range(due - forward.num):  # its first one has raised
                     engine.idle_pass()
             for _ in range(most - own):
-                engine.idle_pass()
+                _or_raise_own(outcomes, engine.idle_pass)
         if is_alone:
             continue
         for group in engine.forward_groups:
-            outcomes = _told_by_any(outcomes, group, engine.device)
+            outcomes = _or_raise_own(outcomes, functools.partial(_told_by_any, outcomes, group, engine.device))
         wanted, found = _sent(trials, wanted, outcomes, found)
+
+
+def _or_raise_own(outcomes: Sequence[TrialOutcome], exchange: Callable[[], _T]) -> _T:
+    """Return what an exchange gives; where the ranks that run a trial with this one are elsewhere, since its code has raised here
+    alone, raise that.
+    """
+    try:
+        return exchange()
+    except MeshwrightError:
+        own = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
+        if own is None or isinstance(own, MeshwrightError):
+            raise
+    raise own  # outside of the handler: what it follows from is what other ranks are told
 
 
 def _sent(
