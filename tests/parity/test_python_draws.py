@@ -41,6 +41,25 @@ def test_loops_over_samples_under_pipelines(kind: str, line: str) -> None:
     assert_like_one_device(kind, line)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "single,recompute=full",
+        "dp=2,recompute=full",
+        "dp=2,recompute=selective",
+        "dp=2,zero=3,whole_below=0,recompute=full",
+        "tp=2,recompute=full",
+        "pp=2,micro_batches=2",
+        "pp=2,micro_batches=2,schedule=zbv",
+        "pp=2,micro_batches=2,schedule=zb-h1",
+        "pp=2,micro_batches=2,recompute=full",
+        "dp=2,pp=2,micro_batches=2,schedule=interleaved,virtual=2",
+    ],
+)
+def test_layers_that_stages_run_and_backward_repeats(line: str) -> None:
+    assert_like_one_device("layered", line)
+
+
 def test_loops_over_samples_in_an_own_loop() -> None:
     assert_like_one_device("dropout", "dp=2", "own")
 

@@ -104,6 +104,31 @@ class LayerDrop(nn.Module):
         return self.head(x).mean(1) - y
 
 
+class _Scaled(nn.Module):
+    """A layer that scales each sample by a number of its own, in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = [random.uniform(0.5, 1.5) * np.random.uniform(0.5, 1.5) for _ in range(len(x))]
+        return x + self.down(torch.tanh(self.up(x)) * torch.tensor(factors, dtype=x.dtype)[:, None, None])
+
+
+class Layered(nn.Module):
+    """Four such layers, of which stages run some, and backward may repeat each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(_Scaled() for _ in range(4)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).mean(1) - y
+
+
 KINDS: dict[str, Any] = {
     "numpy": Masked,
     "python": functools.partial(Masked, by_numpy=False),
@@ -112,6 +137,7 @@ KINDS: dict[str, Any] = {
     "uneven": Uneven,
     "later": Later,
     "layerdrop": LayerDrop,
+    "layered": Layered,
 }
 
 
@@ -141,6 +167,7 @@ def train(kind: str, line: str, loop: str = "step") -> tuple[list[float], dict[s
         loss_fn=squares,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         seed=SEED,
+        sentinel_every=2,
     )
     losses = []
     for step in range(STEPS):

@@ -64,6 +64,7 @@ class ForwardDraws:
         forward = ForwardDraws(self.first, self.num_samples)
         forward.counts.update(self.counts)
         forward.rows = self.rows.again()
+        forward.python = None if self.python is None else self.python.again()
         return forward
 
     def begin_again(self) -> None:

@@ -59,9 +59,15 @@ class PythonCalls:
         self._on_unknown = on_unknown
         self.counts: Counter[Site] = Counter()
         """Calls at each place so far [count]."""
+        self.made: list[int] = []
+        """The seeds of all calls so far, which a repetition in backward takes again."""
 
     def next_key(self) -> int:
         """Return the seed of the call that the code makes now: 64 bits."""
+        self.made.append(self._key())
+        return self.made[-1]
+
+    def _key(self) -> int:
         site = name, place = self._names.find(), self._names.site()
         number, turns = self.counts[site], self._turns.get(site)
         self.counts[site] += 1
@@ -84,6 +90,12 @@ class PythonCalls:
             return divmod(number, self._num_samples)
         sample, place = divmod(number, turns.each)
         return place, sample
+
+    def again(self) -> PythonCalls:
+        """Return the calls of a forward of the same samples, at the same place among its calls; it tells nothing."""
+        calls = PythonCalls(self._text, self._names, self._first, self._num_samples, turns=self._turns)
+        calls.counts.update(self.counts)
+        return calls
 
     def begin_again(self) -> None:
         """Number the calls from the start."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,38 @@ def python_draws(seed: int, forward: ForwardDraws | None = None) -> Iterator[Non
         before.restore()
 
 
+def seeds_from_here() -> tuple[list[int], int] | None:
+    """Return the seeds of the forward that runs, and how many of them were taken; None where calls have none."""
+    drawn = running_draws()
+    calls = None if drawn is None else drawn[1].python
+    return None if calls is None else (calls.made, len(calls.made))
+
+
+@contextlib.contextmanager
+def seeds_again(seeds: tuple[list[int], int] | None) -> Iterator[None]:
+    """Take the seeds again, inside the context, that a forward took after `seeds_from_here`."""
+    if seeds is None:
+        yield
+        return
+    made, start = seeds
+    before, _again.seeds, state = _again.seeds, iter(made[start:]), PythonState()
+    try:
+        with calls_seeded():
+            yield
+    finally:
+        _again.seeds = before
+        state.restore()
+
+
+class _Again(threading.local):
+    """The seeds that a forward takes again in this thread."""
+
+    seeds: Iterator[int] | None = None
+
+
+_again = _Again()
+
+
 def _functions() -> Iterator[tuple[Any, str, Any]]:
     """Yield (module, name, function) of what draws from the global generators."""
     for module, owner in ((random, random._inst), (np.random, np.random.mtrand._rand)):  # type: ignore[attr-defined]
@@ -67,13 +100,20 @@ def calls_seeded() -> Iterator[None]:
 def _seeded(function: Callable[..., Any], seed: Callable[[int], None]) -> Callable[..., Any]:
     @functools.wraps(function)
     def draw(*args: Any, **kwargs: Any) -> Any:
-        drawn = running_draws()
-        calls = None if drawn is None else drawn[1].python
-        if calls is not None:
-            seed(calls.next_key())
+        key = _next_key()
+        if key is not None:
+            seed(key)
         return function(*args, **kwargs)
 
     return draw
+
+
+def _next_key() -> int | None:
+    if _again.seeds is not None:
+        return next(_again.seeds, None)
+    drawn = running_draws()
+    calls = None if drawn is None else drawn[1].python
+    return None if calls is None else calls.next_key()
 
 
 def _seed_python(key: int) -> None:

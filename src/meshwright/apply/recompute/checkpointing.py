@@ -31,6 +31,7 @@ from meshwright._torch_private import DEAR_OPERATORS
 from meshwright._torch_texts import says_no_saved_hooks
 from meshwright.apply.finding import Finding
 from meshwright.apply.modules.forwards import with_forward
+from meshwright.apply.randomness.python_seeding import seeds_again, seeds_from_here
 from meshwright.apply.recompute.foreign_writes import names_of_forward
 from meshwright.apply.recompute.held_arguments import checkpoint_closed, hold_arguments
 from meshwright.apply.recompute.inputs import Inputs, Writers
@@ -269,18 +270,20 @@ class _Twice:
         self._inputs = inputs
         self._before: Moment | None = None
         self._elsewhere: tuple[Elsewhere, PythonState | None] | None = None
+        self._seeds: tuple[list[int], int] | None = None
         self._inspection = inspection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
             args, kwargs = self._inputs.again(self._name, args, kwargs)
-            with self._again(), self._attributes.as_of(self._before), self._elsewhere_as_before():
+            seeds = seeds_again(self._seeds)
+            with self._again(), self._attributes.as_of(self._before), self._elsewhere_as_before(), seeds:
                 result = self._run(*args, **kwargs)
             if self._inspection is not None:
                 self._inspection.compare(result)
             return result
         self._before = self._attributes.take()
-        self._elsewhere = self._look_elsewhere()
+        self._elsewhere, self._seeds = self._look_elsewhere(), seeds_from_here()
         given_args, given_kwargs = self._inputs.given
         result = self._run(*given_args, **given_kwargs)
         self._attributes.forward_is_over(self._before)
