@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -10,7 +11,7 @@ import operator
 import sys
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,7 +93,18 @@ class ModelWatch:
     def begin(self, *, is_step: bool) -> None:
         """Take note of a step, or of an evaluation; every rank calls it."""
         self._num_steps += is_step
-        self.is_due = is_step and _is_due_again(self._num_steps) and not self._rule.branches
+        self.is_due = is_step and _is_due_again(self._num_steps) and not self._rule.branches and self._may_look
+
+    @property
+    def _may_look(self) -> bool:
+        """Whether a model is tried for a step's number alone.
+
+        Ranks that share layers wait for one another inside of a trial: over shared memory they see that one has raised, and gloo
+        and NCCL would have them wait until the limit. Stages refuse what a layer begins to write with a later batch, which they
+        would not see any more where a trial has met it first.
+        """
+        engine = self._engine
+        return all(group.axis != "pp" and group.shares_memory_of(engine.device) for group in engine.forward_groups)
 
     @property
     def is_joint(self) -> bool:
@@ -143,7 +155,8 @@ class ModelWatch:
     def _look(self, parts: Sequence[Any], *, is_again: bool) -> Evidence | None:
         """Return the evidence of these micro-batches, or of a few samples by few trials."""
         few = self._few(parts) if is_again else parts
-        return look_at_share(self._rule, self._engine, self._splitter, few, is_cut=True, is_again=is_again)
+        with _buffers_as_they_are(self._engine.module):
+            return look_at_share(self._rule, self._engine, self._splitter, few, is_cut=True, is_again=is_again)
 
     def _few(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return the micro-batch of a few samples that a look at a later batch takes."""
@@ -158,7 +171,8 @@ class ModelWatch:
         if self._draws is None:
             return None
         share = enough_samples(self._few(parts), splitter)
-        return self._draws.try_again(share, splitter, self._term, rule.known_weight)
+        with _buffers_as_they_are(self._engine.module):
+            return self._draws.try_again(share, splitter, self._term, rule.known_weight)
 
     def _term(self, outputs: Any, batch: Any) -> LossTerm:
         return self._rule.try_term(outputs, batch, 1.0)
@@ -290,6 +304,18 @@ def _are_alike(tensor: torch.Tensor) -> bool:
     """Tell whether all entries are equal, as of a mask without padding."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
     return is_plain and (not tensor.numel() or bool((tensor == tensor.reshape(-1)[0]).all()))
+
+
+@contextlib.contextmanager
+def _buffers_as_they_are(module: nn.Module) -> Iterator[None]:
+    """Remove the buffers that code registers inside the context: a step is to see that it does so first."""
+    before = [(child._buffers, set(child._buffers)) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for table, names in before:
+            for name in table.keys() - names:
+                del table[name]
 
 
 def _is_due_again(num_steps: int) -> bool:
