@@ -271,9 +271,9 @@ class GlobalDraws:
         self._run(None if found is None else trials.try_again(found, self.dims), term)
         if found is None:
             return None
-        if not (
-            found.is_proven or self._engine.needs_lockstep or self._sharers[1:]
-        ):  # there others may have the outputs
+        # Elsewhere other ranks may have the outputs.
+        has_outputs = not (self._engine.needs_lockstep or len(self._sharers) > 1)
+        if has_outputs and not found.is_proven:
             self.tell(_UNPROVEN.replace("the first batch", "a later batch"))
         return found.losses
 

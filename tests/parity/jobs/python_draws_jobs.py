@@ -79,12 +79,20 @@ class Later(Masked):
         return super().forward(x, y)
 
 
-class _Dropped(nn.Module):
+class _Pair(nn.Module):
+    """Two linear layers of a residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+
+
+class _Dropped(_Pair):
     """A residual layer with dropout, which a number skips as LayerDrop does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(6, 16), nn.Linear(16, 6), nn.Dropout(0.2)
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.dropout(torch.relu(self.up(x))))
@@ -104,12 +112,8 @@ class LayerDrop(nn.Module):
         return self.head(x).mean(1) - y
 
 
-class _Scaled(nn.Module):
+class _Scaled(_Pair):
     """A layer that scales each sample by a number of its own, in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         factors = [random.uniform(0.5, 1.5) * np.random.uniform(0.5, 1.5) for _ in range(len(x))]

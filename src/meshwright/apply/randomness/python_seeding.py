@@ -19,6 +19,8 @@ __all__: list[str] = []
 
 _STATES = ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
 _MASK = 2**32 - 1
+_OWNERS: tuple[tuple[Any, object], ...] = ((random, random.random.__self__), (np.random, np.random.rand.__self__))
+"""(module, the generator behind its functions), from before any of them is replaced."""
 
 
 @contextlib.contextmanager
@@ -78,7 +80,7 @@ _again = _Again()
 
 def _functions() -> Iterator[tuple[Any, str, Any]]:
     """Yield (module, name, function) of what draws from the global generators."""
-    for module, owner in ((random, random._inst), (np.random, np.random.mtrand._rand)):  # type: ignore[attr-defined]
+    for module, owner in _OWNERS:
         for name, value in list(vars(module).items()):
             if getattr(value, "__self__", None) is owner and name not in _STATES:
                 yield module, name, value

@@ -206,13 +206,9 @@ class ModelWatch:
         if not parts or len(self._forms) >= _MAX_FORMS:
             return False
         form = _form_of(parts[0])
-        if (
-            not self._rule.is_given
-        ):  # the loss of a function of the user's is looked at with each kind of labels and masks
-            form = (
-                form,
-                tuple(_are_alike(tensor) for path, tensor in tensors_by_path(parts[0]) if is_read_by_losses(path)),
-            )
+        if not self._rule.is_given:  # another one is looked at with each kind of labels and masks (`LossWatch`)
+            read = [tensor for path, tensor in tensors_by_path(parts[0]) if is_read_by_losses(path)]
+            form = (form, tuple(map(_are_alike, read)))
         is_new = bool(self._forms) and form not in self._forms
         self._forms.add(form)
         return is_new
