@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -40,3 +41,10 @@ def in_no_world() -> Iterator[None]:
 
     yield
     set_current_world(None)
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run a test in a folder of its own, which is returned."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

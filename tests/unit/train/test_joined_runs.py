@@ -16,9 +16,7 @@ from meshwright.train.config.load import load_config
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_python.toml"
 
 
-@pytest.fixture(autouse=True)
-def in_tmp(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp")
 
 
 def be_rank(monkeypatch, rank, world_size):
