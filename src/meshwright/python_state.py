@@ -26,9 +26,12 @@ class PythonState:
 
     def has_moved(self) -> bool:
         """Tell whether either has drawn since."""
-        now: Any = np.random.get_state()
-        is_same = now[2:] == self.numpy[2:] and np.array_equal(now[1], self.numpy[1])
-        return not is_same or random.getstate() != self.python
+        return not self.is_like(PythonState())
+
+    def is_like(self, other: PythonState) -> bool:
+        """Tell whether both have the same states there."""
+        is_same = other.numpy[2:] == self.numpy[2:] and np.array_equal(other.numpy[1], self.numpy[1])
+        return is_same and other.python == self.python
 
     @property
     def places(self) -> tuple[int, int]:

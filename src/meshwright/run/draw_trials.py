@@ -297,7 +297,8 @@ class DrawTrials:
         if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not is_mean_of(whole[0], pieces):
             return False
         mixes = any(own.kind == "randperm" and own.dim is not None for own in dims.values())
-        is_proven = not mixes and are_parts(whole[0], pieces)  # samples in a drawn order may change nothing this time
+        is_proven = not mixes and all(map(whole[0].draws_as_often_as, pieces))
+        is_proven = is_proven and are_parts(whole[0], pieces)  # samples in a drawn order may change nothing this time
         weights = [
             own.num_samples if self._weigh is None else self._weigh(part)
             for own, (part, _) in zip(pieces, placed, strict=True)

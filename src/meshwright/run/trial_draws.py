@@ -72,6 +72,8 @@ class TrialDraws:
         """What torch's generator gave at each draw."""
         self.uses_python = False
         """Whether Python's or NumPy's generator has drawn."""
+        self.python_end: PythonState | None = None
+        """The states of both after it."""
         self.uses_own = False
         """Whether a generator that the model's code keeps has drawn."""
         self.is_unseen = False
@@ -104,7 +106,8 @@ class TrialDraws:
                     with in_step(step), in_forward(self._forward), graph, batches_of_one(), self._seeded(step):
                         yield
                 finally:
-                    self.marks, self.uses_python = step.marks, python.has_moved()
+                    self.marks, self.python_end = step.marks, PythonState()
+                    self.uses_python = not python.is_like(self.python_end)
                     self.uses_own = Outside.of(self._module).generator_states() != own
                     is_seen = bool(self.notes or told)
                     self.is_unseen = not is_seen and not torch.equal(state, torch.get_rng_state())
@@ -122,6 +125,15 @@ class TrialDraws:
     def python_counts(self) -> Mapping[Site, int]:
         """Calls of Python's and NumPy's generators at each place in the code [count]."""
         return {} if self._forward.python is None else self._forward.python.counts
+
+    def draws_as_often_as(self, other: TrialDraws) -> bool:
+        """Tell whether Python's and NumPy's generators, which began alike in both forwards, have given as many numbers.
+
+        Where they have not, they draw for each sample, and outputs that are alike are so by chance: no mask was drawn.
+        """
+        if self._turns is not None or self.python_end is None or other.python_end is None:
+            return True
+        return self.python_end.is_like(other.python_end)
 
     def take(self, outputs: Any) -> None:
         """Keep the outputs."""

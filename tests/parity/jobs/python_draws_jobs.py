@@ -79,6 +79,24 @@ class Later(Masked):
         return super().forward(x, y)
 
 
+class Rare(Inner):
+    """Samples of which some are doubled: in the trials, with `SEED`, none is."""
+
+    def _factors(self, num: int) -> list[float]:
+        return [2.0 if random.random() > 0.6 else 1.0 for _ in range(num)]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        factors = torch.tensor(self._factors(len(x)) if self.training else [1.0] * len(x), dtype=x.dtype)
+        return self.down(torch.relu(self.up(x * factors[:, None, None]))).mean(1) - y
+
+
+class RareTogether(Rare):
+    """The same by one call for all samples."""
+
+    def _factors(self, num: int) -> list[float]:
+        return np.where(np.random.rand(num) < 0.05, 2.0, 1.0).tolist()
+
+
 class _Pair(nn.Module):
     """Two linear layers of a residual block."""
 
@@ -140,6 +158,8 @@ KINDS: dict[str, Any] = {
     "inner": Inner,
     "uneven": Uneven,
     "later": Later,
+    "rare": Rare,
+    "rare together": RareTogether,
     "layerdrop": LayerDrop,
     "layered": Layered,
 }
