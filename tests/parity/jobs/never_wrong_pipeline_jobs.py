@@ -40,6 +40,7 @@ from tests.parity.jobs.never_wrong_pipeline_reads import (
     ReadsInside,
     ReadsTheLast,
     Replaces,
+    ReplacesWithItsOwn,
     SharedVector,
     SizedGrid,
     Unchanged,
@@ -281,6 +282,7 @@ def run_late_chance(plan: str) -> list[float]:
 
 
 REFUSED = {
+    "replaces_with_its_own": "has given it another parameter 'first.weight'",
     "stale_view": "writes into a tensor and then uses another one",
     "other_ways": "its own stage or from an earlier one",
     "penalty": "gradient penalty",
@@ -340,6 +342,7 @@ SCRIPTS: dict[str, Script] = {
     "deep_cache": Script(DeepCache, evaluates=(1,)),
     "unchanged": Script(Unchanged, evaluates=(1,)),
     "replaces": Script(Replaces, attributes=("kind", "calls")),
+    "replaces_with_its_own": Script(ReplacesWithItsOwn),
     "replaced_when_built": Script(replaced_when_built, attributes=("kind",)),
     "installs": Script(Installs),
     "unpadded": Script(Unpadded, lengths_batch, mean_over_samples, steps=4),

@@ -218,6 +218,20 @@ class Replaces(nn.Module):
         return x
 
 
+class ReplacesWithItsOwn(nn.Module):
+    """Replaces a layer by one with parameters of its own when it meets its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_new = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_new:
+            self.first, self.is_new = nn.Linear(WIDTH, WIDTH).to(x.dtype), False
+        return self.second(self.first(x).relu())
+
+
 def replaced_when_built() -> nn.Module:
     """Build the model that replaces layers, and run it once, as refusals say."""
     module = Replaces()

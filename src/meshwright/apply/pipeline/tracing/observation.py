@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from meshwright.apply.pipeline.walking.told_results import Judged
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
 from meshwright.describe.layers import find_layers
+from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -69,11 +70,21 @@ def _observe_units(
 
 
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: Judged) -> Flow:
-    observer = ForwardObserver(module, units)
+    observer, known = ForwardObserver(module, units), set(module.parameters())
     try:
         with scripts_in_python(), torch.enable_grad(), observer.attached(), observer.counter, observer:
             run(module)
+        _refuse_new_parameters(module, known)
         # What layers compute grows with the samples, what their parameters cost does not.
         return observer.flow(run.pieces if isinstance(run, FirstRun) else 1, judged)
     finally:
         observer.forget()
+
+
+def _refuse_new_parameters(module: nn.Module, known: Set[nn.Parameter]) -> None:
+    name = next((name for name, parameter in module.named_parameters() if parameter not in known), None)
+    if name is not None:
+        raise ApplyError(
+            f"the model's first forward has given it another parameter '{name}', which neither a stage nor the optimizer has",
+            fix="make it before apply_plan; where a first forward makes it, run the model there once",
+        )
