@@ -148,8 +148,8 @@ def run_trial(
     with undisturbed(module, device), widened(module, trial.is_wide):
         if trial.evaluates:
             set_eval_flags(module)
-        elif trial.draws is not None:
-            module.train()
+        elif trial.draws is not None and not module.training:
+            module.train()  # a model that trains keeps the modes of its parts: some may be frozen, or not yet be so
         normalises = any(
             isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in module.modules()
         )

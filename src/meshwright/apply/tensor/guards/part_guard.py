@@ -82,6 +82,9 @@ class Guard:
         self._module = cutting.module.get_submodule(name)
         self._template = template
         self._layout = layout
+        # Read once: a look at parameters in a forward gathers them under ZeRO-3, and one rank may prove while the others wait.
+        self._devices = list(dict.fromkeys(tensor.device for tensor in self._module.parameters()))
+        self._device = next(iter(self._devices), torch.device("cpu"))
         # What each rank has a part of; parts inside of this one have cut some.
         self._shards = {name_below(name, path) for path in cutting.layout.cuts if is_inside(path, name)}
         self._group = cutting.group
@@ -251,17 +254,12 @@ class Guard:
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Restore what a proof may reach in the model itself, through a hook of the part."""
-        devices = {parameter.device for parameter in self._module.parameters()}
         buffers = BufferSnapshot(self._model)
         try:
-            with no_cached_tensors(self._model), kept_random_states(devices, module=self._model):
+            with no_cached_tensors(self._model), kept_random_states(set(self._devices), module=self._model):
                 yield
         finally:
             buffers.restore()
-
-    @property
-    def _device(self) -> torch.device:
-        return next((tensor.device for tensor in self._module.parameters()), torch.device("cpu"))
 
     def _why_not(self, call: Call, sizes: set[int]) -> tuple[str, set[int], int, bool]:
         """Return why a call is not proven (or ""), which sizes count, whether values do, and whether gradients change nothing."""

@@ -1,0 +1,128 @@
+"""Models whose parts have modes, functions or proofs of their own, for ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshwright as mw
+
+NUM_STEPS, NUM_SAMPLES, SIZE = 2, 7, 6
+
+
+class Frozen(nn.Module):
+    """A body that the model's own `train` keeps in eval mode; nobody has called it before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIZE, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.body.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(torch.tanh(self.first(x))))
+
+
+class _Simplex(torch.autograd.Function):
+    """A softmax whose backward needs its result, as sparsemax and the like do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        found = torch.softmax(x, -1)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        (found,) = ctx.saved_tensors
+        return found * (slope - (slope * found).sum(-1, keepdim=True))
+
+
+class Chosen(nn.Module):
+    """Code between layers that calls a function which saves its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.chosen, self.head = nn.Linear(SIZE, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.head(x * _Simplex.apply(self.chosen(x)))
+
+
+class Nodes(nn.Module):
+    """A part whose calls are proven by their sizes, so that ranks of a larger share prove while the others compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.zeros(2))
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8)) for size in (SIZE, 8)
+        )
+        self.heads = nn.ModuleList(nn.Linear(size, 3) for size in (SIZE, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (1, SIZE)).expand(-1, 4, -1)
+        found = [x]
+        for part, scale in zip(self.parts, self.scales, strict=True):
+            found.append(torch.relu(part(x.sum(1, keepdim=True) + (1 + scale) * x)))
+            x = found[-1]
+        heads = [head(each.sum(1)) for head, each in zip(self.heads, found, strict=True)]
+        return torch.stack([F.dropout(each, 0.1, self.training) for each in heads]).sum(0)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"frozen": Frozen, "chosen": Chosen, "nodes": Nodes}
+
+
+def build(name: str) -> nn.Module:
+    return MODELS[name]().double()
+
+
+def loss_fn(outputs: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(outputs, batch[1])
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(NUM_SAMPLES, SIZE, generator=generator, dtype=torch.float64),
+            torch.randint(3, (NUM_SAMPLES,), generator=generator),
+        )
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def train(name: str, line: str) -> tuple[list[float], dict[str, Tensor], tuple[str, ...]]:
+    """Return the losses, the parameters and the plan's reasons."""
+    model = mw.apply_plan(
+        functools.partial(build, name), line, loss_fn=loss_fn, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
+    )
+    losses = [model.step(mw.split_batch(batch, model)).loss for batch in batches()]
+    state, reasons = model.full_state_dict(), tuple(model.plan.reasons)
+    model.close()
+    return losses, state, reasons
+
+
+def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the same in plain PyTorch, for models that draw nothing."""
+    torch.manual_seed(0)
+    model, losses = build(name), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches():
+        loss = loss_fn(model(batch[0]), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()

@@ -1,0 +1,55 @@
+"""Parts of a model with modes of their own, functions between layers that save results, and proofs that one share alone needs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.jobs import unlike_parts_jobs as jobs
+
+import meshwright as mw
+from meshwright import testing
+
+TOLERANCE = 1e-11
+
+
+@functools.cache
+def _single(name: str) -> Any:
+    return jobs.train(name, "single")
+
+
+def _check(name: str, line: str) -> None:
+    wanted = _single(name)
+    for found in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, name, line):
+        assert found[0] == pytest.approx(wanted[0], rel=TOLERANCE)
+        for key, value in wanted[1].items():
+            torch.testing.assert_close(found[1][key], value, rtol=TOLERANCE, atol=TOLERANCE)
+        assert not [reason for reason in found[2] if reason.startswith("rng:")]
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0", "tp=2", "pp=2"])
+def test_dropout_of_a_part_that_its_own_train_would_freeze_is_one_devices(line: str) -> None:
+    """The trial of what a model draws called `train`, which froze the body, and found no dropout: each rank drew its own."""
+    _check("frozen", line)
+
+
+def test_a_function_that_saves_its_result_is_one_devices() -> None:
+    losses, state, _ = _single("chosen")
+    wanted = jobs.plain("chosen")
+    assert losses == pytest.approx(wanted[0], rel=TOLERANCE)
+    for key, value in wanted[1].items():
+        torch.testing.assert_close(state[key], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("line", ["pp=2", "pp=3,micro_batches=2,schedule=zb-h1"])
+def test_a_function_between_layers_may_save_its_result(line: str) -> None:
+    """Autograd detached the result on stages that have no values of it, which was refused as code that torch does not see."""
+    _check("chosen", line)
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_prove_a_share_of_another_size_hold_nobody() -> None:
+    """The rank that proved gathered parameters, for which it waited for one that waited for the other two."""
+    _check("nodes", "dp=2,tp=2,zero=3,whole_below=0")
