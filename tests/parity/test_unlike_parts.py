@@ -1,4 +1,4 @@
-"""Parts of a model with modes of their own, functions between layers that save results, and proofs that one share alone needs."""
+"""Parts with modes of their own or parameters in dicts, functions that save results, and proofs that one share alone needs."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def test_a_function_that_saves_its_result_is_one_devices() -> None:
 def test_a_function_between_layers_may_save_its_result(line: str) -> None:
     """Autograd detached the result on stages that have no values of it, which was refused as code that torch does not see."""
     _check("chosen", line)
+
+
+@pytest.mark.parametrize("line", ["dp=2,zero=3,whole_below=0", "dp=2,zero=3,whole_below=0,recompute=full"])
+def test_parameters_that_a_cell_keeps_in_a_dict_are_there_when_it_runs(line: str) -> None:
+    """They read as NaN: only calls of layers, and look-ups by name, gathered them."""
+    _check("recurrent", line)
 
 
 @pytest.mark.timeout(120)

@@ -81,7 +81,39 @@ class Nodes(nn.Module):
         return torch.stack([F.dropout(each, 0.1, self.training) for each in heads]).sum(0)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"frozen": Frozen, "chosen": Chosen, "nodes": Nodes}
+class _Cell(nn.Module):
+    """A cell that reads its parameters in a dict of its own, as liquid time-constant networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"weight": nn.Parameter(torch.randn(8, 8) * 0.3), "deep": [nn.Parameter(torch.ones(8))]}
+        self.register_parameter("weight", self.held["weight"])
+        self.register_parameter("scale", self.held["deep"][0])
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return torch.tanh(x + state @ self.held["weight"]) * self.held["deep"][0]
+
+
+class Recurrent(nn.Module):
+    """A recurrence that runs its cell by `cell.forward`, which calls no hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell, self.head = nn.Linear(SIZE, 8), _Cell(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = state = F.dropout(self.first(x), 0.1, self.training)
+        for _ in range(3):
+            state = self.cell.forward(x, state)
+        return self.head(state)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "frozen": Frozen,
+    "chosen": Chosen,
+    "nodes": Nodes,
+    "recurrent": Recurrent,
+}
 
 
 def build(name: str) -> nn.Module:

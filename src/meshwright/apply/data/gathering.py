@@ -108,9 +108,11 @@ class Gathering(OwnGathering):
 
     def _watch(self, owners: Sequence[nn.Module]) -> None:
         unit_of = {id(p): index for index in self._gathered for p in self._units[index].parameters}
+        self._units_of: dict[int, set[int]] = {}
         for child in self._module.modules():
             needed = {name: unit_of[id(p)] for name, p in child._parameters.items() if id(p) in unit_of}
             if needed:
+                self._units_of[id(child)] = set(needed.values())  # the owner may be a module around it
                 self._dicts.append((child, child._parameters))
                 child._parameters = WatchedParameters(
                     child._parameters, needed, self.need, self._need_all, self._refuse_copy
@@ -118,8 +120,8 @@ class Gathering(OwnGathering):
         by_owner: dict[int, tuple[nn.Module, list[int]]] = {}
         for index in sorted(self._gathered):
             by_owner.setdefault(id(owners[index]), (owners[index], []))[1].append(index)
-        self._units_of = {key: indices for key, (_, indices) in by_owner.items()}
         for owner, indices in by_owner.values():
+            self._units_of.setdefault(id(owner), set()).update(indices)
             self._hooks.append(owner.register_forward_pre_hook(OwnHook(self._before(indices))))
             self._hooks.append(owner.register_forward_hook(OwnHook(self._after(indices))))
         for index in sorted(self._trainable - self._gathered):
@@ -257,7 +259,7 @@ class Gathering(OwnGathering):
     def need_layer(self, layer: nn.Module) -> None:
         """Make the units of a layer, and of the modules in it, whole."""
         for child in layer.modules():
-            for index in self._units_of.get(id(child), ()):
+            for index in sorted(self._units_of.get(id(child), ())):
                 self.need(index)
 
     def _note_need(self, index: int) -> None:

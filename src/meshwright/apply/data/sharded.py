@@ -106,7 +106,8 @@ class ShardedEngine(DataParallelEngine):
             return ""
         return (
             "under ZeRO-3 a parameter that was put aside reads as NaN once its layer is over: a loss_fn has to look "
-            "parameters up through the module each time, by module.parameters() for example"
+            "parameters up through the module each time, by module.parameters() for example, and not in a list or dict that it "
+            "keeps; zero=2 leaves them whole"
         )
 
     def refuse_lost_writes(self) -> None:

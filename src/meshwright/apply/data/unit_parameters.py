@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.modules.compiled import refuse_compiled
-from meshwright.apply.state.assigned import assigned_parameters
+from meshwright.apply.state.assigned import assigned_parameters, parameters_in_containers
 from meshwright.comm.compression.reducer import Reducer
 from meshwright.describe.layers import find_layers
 
@@ -66,7 +66,8 @@ def _layers(module: nn.Module, dense: Sequence[Named], sharding: Sharding) -> li
     """
     if sharding.zero == 1:
         return [(module, dense)]
-    owner_of: dict[int, nn.Module] = {}
+    # The whole model gathers what code reads by a container: its layer may be run by `layer.forward`, which calls no hooks.
+    owner_of = dict.fromkeys(parameters_in_containers(module) if sharding.zero == 3 else (), module)
     for _, layer in find_layers(module):
         for parameter in layer.parameters():
             owner_of.setdefault(id(parameter), layer)

@@ -1,10 +1,11 @@
-"""Parameters whose values the model's own code sets, as in `self.weight.data = self.weight.data.clamp(0)`."""
+"""Parameters that code sets (`self.weight.data = ...`), or reaches by a module's containers, not by name."""
 
 from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from meshwright.apply.state.outside import Outside, names_of
 __all__: list[str] = []
 
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_TABLES = frozenset(vars(nn.Module()))
 _NOT_IN_FORWARD = ("__init__", "reset_parameters", "extra_repr", "load_state_dict")
 
 
@@ -33,6 +35,39 @@ def assigned_parameters(module: nn.Module) -> set[int]:
             if parameter is not None:
                 found.add(id(parameter))
     return found
+
+
+def parameters_in_containers(module: nn.Module) -> set[int]:
+    """Return ids of the parameters that the module which registers them also holds in a dict, list, tuple or set of its own.
+
+    Nothing shows when code reads them there. Layers of torch do so too (`_flat_weights`), in forwards that are called as layers.
+    """
+    found: set[int] = set()
+    for child in module.modules():
+        if _is_torchs(type(child)):
+            continue
+        held = {id(parameter) for parameter in _values(child._parameters)}
+        plain = (value for name, value in vars(child).items() if name not in _TABLES)
+        found |= held.intersection(map(id, _entries(plain, depth=2)))
+    return found
+
+
+def _values(table: dict[str, Any]) -> Iterable[Any]:
+    return dict.values(table)  # an engine may watch look-ups in these
+
+
+def _entries(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    for value in values:
+        inner = value.values() if type(value) is dict else value if type(value) in (list, tuple, set) else ()
+        for entry in inner:
+            if isinstance(entry, nn.Parameter):
+                yield entry
+        if depth > 1:
+            yield from _entries(inner, depth - 1)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 def names_data(module: nn.Module) -> bool:
