@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
+from random import getstate, setstate
 from typing import Any
 
 import numpy as np
+from numpy.random import get_state, set_state
 
 __all__: list[str] = []
+
+# By name: while a forward runs, others may stand in the modules (`apply/randomness/python_seeding.py`).
 
 
 class PythonState:
     """The states of Python's and NumPy's global generators."""
 
     def __init__(self) -> None:
-        self.python = random.getstate()
-        self.numpy: Any = np.random.get_state()
+        self.python = getstate()
+        self.numpy: Any = get_state()
 
     def restore(self) -> None:
         """Restore both."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        setstate(self.python)
+        set_state(self.numpy)
 
     def has_moved(self) -> bool:
         """Tell whether either has drawn since."""
@@ -30,8 +33,14 @@ class PythonState:
 
     def is_like(self, other: PythonState) -> bool:
         """Tell whether both have the same states there."""
-        is_same = other.numpy[2:] == self.numpy[2:] and np.array_equal(other.numpy[1], self.numpy[1])
-        return is_same and other.python == self.python
+        return self.python == other.python and self._is_like_of_numpy(other)
+
+    def holds(self, *, of_numpy: bool) -> bool:
+        """Tell whether NumPy's generator, else Python's, is in this state."""
+        return self._is_like_of_numpy(PythonState()) if of_numpy else getstate() == self.python
+
+    def _is_like_of_numpy(self, other: PythonState) -> bool:
+        return self.numpy[2:] == other.numpy[2:] and np.array_equal(self.numpy[1], other.numpy[1])
 
     @property
     def places(self) -> tuple[int, int]:

@@ -35,6 +35,24 @@ def test_loops_over_samples(kind: str, line: str) -> None:
     assert_like_one_device(kind, line)
 
 
+@pytest.mark.parametrize("line", ["dp=2", "single,micro_batches=3", "tp=2", "pp=2,micro_batches=2"])
+@pytest.mark.parametrize("kind", ["seeded", "repeated"])
+def test_numbers_of_a_seed_in_the_code_and_of_its_own_checkpoints(kind: str, line: str) -> None:
+    assert_like_one_device(kind, line)
+
+
+def test_a_seed_in_the_code_gives_the_numbers_of_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    random.seed(5)
+    order = random.sample(range(6), 6)
+    model = mw.apply_plan(
+        functools.partial(jobs.build, "seeded"), "single", loss_fn=jobs.squares, optimizer=torch.optim.SGD
+    )
+    for step in range(2):
+        model.step(jobs.batch(step))
+    assert all(own == order for own in model.module.orders)
+
+
 @pytest.mark.parametrize("line", ["pp=2,micro_batches=2", "dp=2,pp=2,micro_batches=2,schedule=gpipe"])
 @pytest.mark.parametrize("kind", ["numpy", "dropout"])
 def test_loops_over_samples_under_pipelines(kind: str, line: str) -> None:
@@ -87,6 +105,20 @@ def test_numbers_of_all_samples_that_have_changed_nothing_in_the_trials_are_told
 def test_loops_that_begin_later_are_told() -> None:
     for _, _, told in testing.run_ranks(jobs.train, 2, "later", "dp=2"):
         assert any("draws by Python's or NumPy's generator where it did not" in reason for reason in told)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_samples", "text"),
+    [
+        ("rare", jobs.NUM_SAMPLES, "in what order Python's or NumPy's generator"),
+        ("chosen", 2, "may draw a number for each sample"),
+        ("mixed", jobs.NUM_SAMPLES, "may draw a number for each sample"),
+        ("begun", jobs.NUM_SAMPLES, "draws by Python's or NumPy's generator where it did not"),
+    ],
+)
+def test_what_the_first_numbers_do_not_show_is_told(kind: str, num_samples: int, text: str) -> None:
+    for _, _, told in testing.run_ranks(jobs.train, 2, kind, "dp=2", "step", num_samples):
+        assert any(text in reason for reason in told)
 
 
 def test_the_scripts_generators_go_on_as_they_would() -> None:

@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from meshwright.apply.randomness.names import LOSS, called
-from meshwright.apply.randomness.python_calls import Site, Turns, ways_in_turn
+from meshwright.apply.randomness.python_calls import (
+    Counts,
+    Site,
+    Turns,
+    are_in_turn,
+    has_loop,
+    turns_for_all,
+    varies_with_samples,
+    ways_in_turn,
+)
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.apply.randomness.sample_loops import find_loops, note_loops
 from meshwright.describe.batches import BatchSplitter
@@ -73,6 +82,8 @@ class DrawTrials:
         self._make_step = make_step
         self._decides = decides
         self._with_graph = with_graph
+        self._chances: Sequence[int] = (0,)
+        """The sets of random numbers with which parts have to give the whole."""
 
     def examine(self, found: DrawsFound, *, finds_dims: bool = True) -> Trials:
         """Find whether a forward draws; then the sample dims of a share, unless they are of no use, and try them."""
@@ -92,13 +103,42 @@ class DrawTrials:
         parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
         firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
         placed = list(zip(parts, firsts, strict=True))
-        uses_python = False
-        for chance in range(_NUM_CHANCES if decides else 1):
-            whole = (yield from self._run([(share, 0)], {}, chance)) if chance else whole
-            uses_python |= whole[0].uses_python
-            if not whole[0].notes:
+        counts = yield from self._find_dims(found, whole, placed, _NUM_CHANCES if decides else 1)
+        if not found.draws and not found.uses_python:
+            return Evidence()
+        if found.uses_python or any(math.prod(note.shape) == 1 for note in found.notes.values()):
+            self._chances = range(_NUM_CHANCES)
+        found.is_proven = yield from self._prove(found, placed, found.dims)
+        loops = [call for call, dims in found.dims.items() if dims.loop]
+        merged = yield from self._try_orders(found, placed, loops)
+        found.turns = turns_for_all(counts)
+        if found.uses_python and (not found.is_proven or varies_with_samples(counts)):
+            merged = yield from self._try_turns(found, placed, loops, merged)
+        if found.is_proven and self._weigh is not None:
+            run = functools.partial(self._run, dims=found.dims)
+            coarse = any(p.is_cuda or p.dtype in (torch.float16, torch.bfloat16) for p in self._module.parameters())
+            options = {"is_coarse": coarse, "gap": doubtful_gap(found.losses)}
+            found.apart = yield from try_drawn_slopes(run, share, placed, self._weigh, **options)
+        if found.is_proven:
+            yield from self._look_for_unseen_rows(found, placed)
+            yield from self._look_for_unseen_orders(found, merged, loops)
+        found.by_sample = found.uses_python and not found.is_proven
+        return Evidence()
+
+    def _find_dims(
+        self, found: DrawsFound, whole: list[TrialDraws], placed: Sequence[tuple[Any, int]], num_chances: int
+    ) -> Generator[list[TrialForward], list[TrialOutcome], list[list[Counts]]]:
+        """Find the sample dims of draws; return the calls of Python's and NumPy's generators, of each set of numbers."""
+        counts = list[list[Counts]]()
+        for chance in range(num_chances):
+            whole = (yield from self._run([(found.share, 0)], {}, chance)) if chance else whole
+            found.uses_python |= whole[0].uses_python
+            if not (whole[0].notes or found.uses_python):
                 continue
             pieces = yield from self._run(placed, {}, chance)
+            counts.append([one.python_counts for one in (*whole, *pieces)])
+            if not whole[0].notes:
+                continue
             found.draws = True
             if not whole[0].notes.keys() <= found.notes.keys():
                 found.chances.append(chance)
@@ -110,23 +150,7 @@ class DrawTrials:
             found.inside = {
                 call: {n: k for n, k in own.items() if n not in loops} for call, own in found.inside.items()
             }
-        if not found.draws and not uses_python:
-            return Evidence()
-        found.is_proven = yield from self._prove(found, placed, found.dims)
-        loops = [call for call, dims in found.dims.items() if dims.loop]
-        merged = yield from self._try_orders(found, placed, loops)
-        if uses_python and not found.is_proven:
-            merged = yield from self._try_turns(found, placed, loops)
-        if found.is_proven and self._weigh is not None:
-            run = functools.partial(self._run, dims=found.dims)
-            coarse = any(p.is_cuda or p.dtype in (torch.float16, torch.bfloat16) for p in self._module.parameters())
-            options = {"is_coarse": coarse, "gap": doubtful_gap(found.losses)}
-            found.apart = yield from try_drawn_slopes(run, share, placed, self._weigh, **options)
-        if found.is_proven:
-            yield from self._look_for_unseen_rows(found, placed)
-            yield from self._look_for_unseen_orders(found, merged, loops)
-        found.by_sample = uses_python and not found.is_proven
-        return Evidence()
+        return counts
 
     def _try_orders(
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]], loops: Sequence[Call]
@@ -143,21 +167,42 @@ class DrawTrials:
         return merged if found.is_proven else (yield from self._follow_rows(found, placed))
 
     def _try_turns(
-        self, found: DrawsFound, placed: Sequence[tuple[Any, int]], loops: Sequence[Call]
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]], loops: Sequence[Call], merged: list[Call]
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
         """Try Python's and NumPy's generators as those of loops over samples; return the calls with two orders of samples."""
+        runs, is_proven = list[list[Counts]](), found.is_proven
         self._turns = {}
-        (whole,) = yield from self._run([(found.share, 0)], found.dims)
-        pieces = yield from self._run(placed, found.dims)
-        for turns in ways_in_turn([(one.num_samples, one.python_counts) for one in (whole, *pieces)]):
+        for chance in self._chances:
+            tried = yield from self._run([(found.share, 0), *placed], found.dims, chance)
+            runs.append([one.python_counts for one in tried])
+        ways = ways_in_turn(runs)
+        for place, turns in enumerate(ways):
             self._turns = turns
             found.is_proven = yield from self._prove(found, placed, found.dims)
             merged = yield from self._try_orders(found, placed, loops)
             if found.is_proven:
                 found.turns, found.draws = turns, True
+                yield from self._try_other_turns(found, placed, ways[place + 1 :])
                 return merged
         self._turns = None
-        return []
+        if is_proven and not has_loop(
+            runs
+        ):  # steps of a sequence that a part cuts shorter, or numbers that changed nothing
+            found.is_proven = yield from self._prove(found, placed, found.dims)
+            found.varies = True
+        return merged
+
+    def _try_other_turns(
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]], others: Sequence[Mapping[Site, Turns]]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
+        """Note that the order of the samples is unknown where another one gives the whole, too: numbers that changed nothing."""
+        before = found.outputs, found.losses, self._turns
+        for turns in others:
+            self._turns = turns
+            if (yield from self._prove(found, placed, found.dims)):
+                names = dict.fromkeys(called(name) for (name, _), own in turns.items() if own.is_minor)
+                found.unclear += [f"Python's or NumPy's generator in {name}" for name in names]
+        found.outputs, found.losses, self._turns = before
 
     def _follow_rows(
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
@@ -244,8 +289,15 @@ class DrawTrials:
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
                 found.unclear.append(f"draw {call[1]} of {called(call[0])}")
 
-    def try_again(self, found: DrawsFound, dims: Mapping[Call, SiteDims]) -> Trials:
-        """Find by known sample dims what losses the share and its parts have; none where their outputs are not the whole's."""
+    def try_again(self, found: DrawsFound, dims: Mapping[Call, SiteDims], chance: int) -> Trials:
+        """Find by known sample dims what losses the share and its parts have; none where their outputs are not the whole's.
+
+        Args:
+            found: What is learned.
+            dims: Of the first batch.
+            chance: The number to which the random numbers belong: new ones may show what those of the first batch did not.
+        """
+        self._chances = (chance,)
         share, count = found.share, self._splitter.count
         parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
         firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
@@ -291,20 +343,31 @@ class DrawTrials:
     def _prove(
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims]
     ) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
-        whole = yield from self._run([(found.share, 0)], dims)
-        pieces = yield from self._run(placed, dims)
-        found.outputs = whole[0].outputs
-        if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not is_mean_of(whole[0], pieces):
+        for chance in self._chances:
+            whole, *pieces = yield from self._run([(found.share, 0), *placed], dims, chance)
+            is_first = chance == self._chances[0]
+            if is_first:
+                found.outputs = whole.outputs
+            if not self._are_parts(whole, pieces, dims):
+                found.losses = None
+                return False
+            if is_first:
+                weights = [
+                    own.num_samples if self._weigh is None else self._weigh(part)
+                    for own, (part, _) in zip(pieces, placed, strict=True)
+                ]
+                found.losses = losses_of(whole, pieces, weights)
+        return True
+
+    def _are_parts(self, whole: TrialDraws, pieces: Sequence[TrialDraws], dims: Mapping[Call, SiteDims]) -> bool:
+        """Tell whether parts gave the whole, and what draws in turn did so."""
+        if any(name == LOSS and own.is_merged for (name, _), own in dims.items()) and not is_mean_of(whole, pieces):
+            return False
+        if self._turns and not are_in_turn(self._turns, [one.python_counts for one in (whole, *pieces)]):
             return False
         mixes = any(own.kind == "randperm" and own.dim is not None for own in dims.values())
-        is_proven = not mixes and all(map(whole[0].draws_as_often_as, pieces))
-        is_proven = is_proven and are_parts(whole[0], pieces)  # samples in a drawn order may change nothing this time
-        weights = [
-            own.num_samples if self._weigh is None else self._weigh(part)
-            for own, (part, _) in zip(pieces, placed, strict=True)
-        ]
-        found.losses = losses_of(whole[0], pieces, weights) if is_proven else None
-        return is_proven
+        # Samples in a drawn order may change nothing this time, and so may numbers of which parts draw fewer.
+        return not mixes and all(map(whole.draws_as_often_as, pieces)) and are_parts(whole, pieces)
 
 
 def _note_loops(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> dict[str, int]:

@@ -33,7 +33,9 @@ class DrawsFound:
     uses_python: bool = False
     """Whether Python's or NumPy's generator draws."""
     turns: Mapping[Site, Turns] | None = None
-    """Loops over samples that draw by these, by place in the code; None: there are none, or their samples were not found."""
+    """How often code draws by these, by its place; None: it does not."""
+    varies: bool = False
+    """Whether code draws by these more or less often for parts, and their outputs do not show why."""
     uses_own: bool = False
     """Whether a generator that the model's code keeps draws."""
     is_unseen: bool = False

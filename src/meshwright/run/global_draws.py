@@ -17,7 +17,7 @@ from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.python_calls import PythonCalls, Site, Turns, turns_of_all, turns_to_rows
-from meshwright.apply.randomness.python_seeding import python_draws
+from meshwright.apply.randomness.python_seeding import python_draws, with_calls_seeded
 from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, from_rows, of_all_ranks, to_rows
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
@@ -46,6 +46,10 @@ _OWN_GENERATOR = (
 _UNSEEN = (
     "a forward draws from torch's generator where it cannot be seen (another thread, or code compiled by itself): each rank "
     "draws for itself"
+)
+_VARIES = (
+    "Python's or NumPy's generator draws more or less often for parts of the first batch, whose outputs do not show why: its "
+    "numbers may depend on the layout"
 )
 _LOOSE = "with other numbers than those of its forward; which ones depends on the plan"
 _UNPROVEN_CUT = (
@@ -94,7 +98,7 @@ class GlobalDraws:
         self._python_apart = False
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
         self._turns: dict[Site, Turns] | None = None
-        """Loops over samples that draw by them, by place in the code; None: there are none."""
+        """How often code draws by them, by its place; None: nobody has looked."""
         install_operators()
         self._why_torch = why_torch_draws(
             module, num_replicas=engine.num_replicas, shares_layers=len(self._sharers) > 1
@@ -155,7 +159,10 @@ class GlobalDraws:
         """
         if self.is_off:
             return contextlib.nullcontext()
-        return in_step(self.new_step(kind)) if self.has_draws else self.left(_LATE)
+        if not self.has_draws:
+            return self.left(_LATE)
+        running = in_step(self.new_step(kind))
+        return with_calls_seeded(running) if self._has_loops else running
 
     def new_step(self, kind: str) -> StepDraws:
         """Return the draws of a step, of an evaluation, or of one forward of an own loop."""
@@ -201,17 +208,22 @@ class GlobalDraws:
         forward = ForwardDraws(first, num_samples)
         if not self._draws_by_python:
             return in_forward(forward)
-        if self._turns is not None and num_samples:
+        if self._turns is not None and num_samples and (self._has_loops or not self._python_apart):
             text = f"{self._text_of(kind)}/{number or ''}"
-            found = {"turns": self._turns, "on_unknown": self.tell}
+            found = {"turns": self._turns, "is_seeded": self._has_loops, "on_unknown": self.tell}
             forward.python = PythonCalls(text, self.names, first, num_samples, **found)
-        is_apart = self._python_apart or (self._turns is not None and not num_samples)
+        is_apart = self._python_apart or (self._has_loops and not num_samples)
         apart = f"/{self.share}/{first}" if is_apart else ""
         return python_draws(key_of(f"{self._text_of(kind)}/python{number or ''}{apart}"), forward)
 
     def _text_of(self, kind: str) -> str:
         place = {"trial": "", "step": f"/{self.step}", "evaluate": f"/{self.step}/{self.num_evaluations}"}[kind]
         return f"{self.seed}/{kind}{place}"
+
+    @property
+    def _has_loops(self) -> bool:
+        """Whether loops over samples draw by Python's or NumPy's generator."""
+        return self._turns is not None and any(turns.each for turns in self._turns.values())
 
     @property
     def _draws_by_python(self) -> bool:
@@ -237,7 +249,8 @@ class GlobalDraws:
         # Where forwards gather parameters, gradients would have each rank keep them for a backward.
         with_graph = not (self._engine.is_prepared and self._engine.needs_lockstep)
         decides = self._draws_by_python
-        options = {"decides": decides, "with_graph": with_graph, "weigh": weigh, "turns": self._turns}
+        options = {"decides": decides, "with_graph": with_graph, "weigh": weigh}
+        options["turns"] = self._turns if self._has_loops else None
         return DrawTrials(self.module, splitter, self._trial, **options)
 
     def learn(self, share: Any, splitter: BatchSplitter, term: Term, weigh: Weigh = None) -> None:
@@ -268,7 +281,7 @@ class GlobalDraws:
         if not self.has_draws or self.is_off or self.is_unproven:
             return None
         found, trials = None if share is None else DrawsFound(share), self._trials(splitter, weigh)
-        self._run(None if found is None else trials.try_again(found, self.dims), term)
+        self._run(None if found is None else trials.try_again(found, self.dims, self.step), term)
         if found is None:
             return None
         # Elsewhere other ranks may have the outputs.
@@ -341,9 +354,9 @@ class GlobalDraws:
         if found is not None:
             inside = [[*call, counts] for call, counts in found.inside.items()]
             loose, uses_python = found.loose[:1], found.uses_python
-            beside = [found.losses, found.apart, found.uses_own, found.is_unseen, found.unclear, loose, uses_python]
+            beside: list[Any] = [found.losses, found.apart, found.uses_own, found.is_unseen, found.unclear, loose]
             own = [found.draws, found.is_proven, to_rows(found.dims), inside, found.seeds, found.by_sample, beside]
-            own.append(turns_to_rows(found.turns))
+            own += [turns_to_rows(found.turns), found.varies, uses_python]
         told = self._gather([self._why_torch, own])
         self._why_torch = next((why for why, _ in told if why is not None), None)
         rows = [row for _, row in told if row]
@@ -357,11 +370,15 @@ class GlobalDraws:
                 self.leave_to_torch(self._why_torch)
             return
         self._turns, are_alike = turns_of_all([row[7] for row in rows])
+        if are_alike and rows:
+            self._turns = self._turns or {}
         if self.has_draws and not (are_alike and all(row[1] for row in rows)):
             self.is_unproven = True
             self.tell(_UNPROVEN)
-        self._python = any(row[6][-1] for row in rows) or self._python  # in code that was not followed
-        self._tell_beside([row[6][:-1] for row in rows])
+        self._python = any(row[9] for row in rows) or self._python  # in code that was not followed
+        self._tell_beside([row[6] for row in rows])
+        if any(row[8] for row in rows):
+            self.tell(_VARIES)
         self._python_apart = any(row[5] for row in rows)
         if self._python_apart:
             self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")

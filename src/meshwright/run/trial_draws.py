@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwright._torch_dispatch import batches_of_one
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.philox import key_of
-from meshwright.apply.randomness.python_calls import PythonCalls, Site, Turns
+from meshwright.apply.randomness.python_calls import Counts, PythonCalls, Site, Turns
 from meshwright.apply.randomness.python_seeding import calls_seeded
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
@@ -41,8 +41,8 @@ class TrialDraws:
         dims: Known sample dims.
         chance: The number to which its random numbers belong.
         with_graph: Whether gradients are on, as in a step: code may look at that.
-        turns: Of calls of Python's and NumPy's generators, each seeded by its place; none known: they are counted. None: their
-            numbers come one after the other.
+        turns: Of calls of Python's and NumPy's generators, each seeded by its place. None: they are counted, and their numbers
+            come one after the other.
     """
 
     def __init__(
@@ -115,16 +115,14 @@ class TrialDraws:
             hook.remove()
 
     def _seeded(self, step: StepDraws) -> contextlib.AbstractContextManager[None]:
-        if self._turns is None:
-            return contextlib.nullcontext()
-        place = self._forward.first, self.num_samples
-        self._forward.python = PythonCalls(step.text, step.names, *place, turns=self._turns)
+        place, is_seeded = (self._forward.first, self.num_samples), self._turns is not None
+        self._forward.python = PythonCalls(step.text, step.names, *place, turns=self._turns or {}, is_seeded=is_seeded)
         return calls_seeded()
 
     @property
-    def python_counts(self) -> Mapping[Site, int]:
-        """Calls of Python's and NumPy's generators at each place in the code [count]."""
-        return {} if self._forward.python is None else self._forward.python.counts
+    def python_counts(self) -> Counts:
+        """Its samples, and calls of Python's and NumPy's generators at each place in the code [count]."""
+        return self.num_samples, {} if self._forward.python is None else self._forward.python.counts
 
     def draws_as_often_as(self, other: TrialDraws) -> bool:
         """Tell whether Python's and NumPy's generators, which began alike in both forwards, have given as many numbers.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 
@@ -151,7 +152,86 @@ class Layered(nn.Module):
         return self.head(x).mean(1) - y
 
 
+class _Changed(Inner):
+    """Changes its inputs in training."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.change(x) if self.training else x))).mean(1) - y
+
+    def change(self, x: Tensor) -> Tensor:
+        """Return other inputs."""
+        return x * _column([random.uniform(0.5, 1.5) for _ in range(len(x))], x)
+
+
+def _column(values: list[float], x: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=x.dtype)[:, None, None]
+
+
+class SeededByCode(_Changed):
+    """Puts the features in an order that a seed of its own gives, for all steps alike, beside a factor for each sample."""
+
+    orders: list[list[int]]
+
+    def change(self, x: Tensor) -> Tensor:
+        before = np.random.get_state()
+        random.seed(5)
+        np.random.seed(5)
+        order, signs = random.sample(range(6), 6), np.random.choice([-1.0, 1.0], 6)
+        np.random.set_state(before)
+        self.orders = [*getattr(self, "orders", []), order]
+        factors = [np.random.uniform(0.5, 1.5) for _ in range(len(x))]
+        return x[..., order] * torch.from_numpy(signs) * _column(factors, x)
+
+
+class Repeated(_Changed):
+    """A checkpoint in the model's own code around draws for each sample."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.down(checkpoint(self._inner, x, use_reentrant=False)).mean(1) - y
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)) * _column([random.uniform(0.5, 1.5) for _ in range(len(x))], x)
+
+
+class Rare(_Changed):
+    """Three loops over samples of one place in the code, whose numbers hardly ever change anything."""
+
+    def change(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x * _column([2.0 if random.random() < 0.0001 else 1.0 for _ in range(len(x))], x)
+        return x
+
+
+class Chosen(_Changed):
+    """Changes the samples that chance has chosen, by another number each."""
+
+    def change(self, x: Tensor) -> Tensor:
+        return x * _column([random.uniform(0.5, 1.5) if random.random() < 0.3 else 1.0 for _ in x], x)
+
+
+class Mixed(_Changed):
+    """Mixes the samples in two forwards of five."""
+
+    def change(self, x: Tensor) -> Tensor:
+        return 0.5 * (x + x[np.random.permutation(len(x))]) if random.random() < 0.4 else x
+
+
+class Begun(_Changed):
+    """Draws from the third step on."""
+
+    is_late = False
+
+    def change(self, x: Tensor) -> Tensor:
+        return super().change(x) if self.is_late else x
+
+
 KINDS: dict[str, Any] = {
+    "seeded": SeededByCode,
+    "repeated": Repeated,
+    "rare": Rare,
+    "chosen": Chosen,
+    "mixed": Mixed,
+    "begun": Begun,
     "numpy": Masked,
     "python": functools.partial(Masked, by_numpy=False),
     "dropout": functools.partial(Masked, rate=0.2),
@@ -170,17 +250,19 @@ def build(kind: str) -> nn.Module:
     return KINDS[kind]().double()
 
 
-def batch(step: int) -> dict[str, Tensor]:
+def batch(step: int, num_samples: int = NUM_SAMPLES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(NUM_SAMPLES, LENGTH, 6, generator=generator, dtype=torch.float64)
-    return {"x": x, "y": torch.randn(NUM_SAMPLES, 3, generator=generator, dtype=torch.float64)}
+    x = torch.randn(num_samples, LENGTH, 6, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.randn(num_samples, 3, generator=generator, dtype=torch.float64)}
 
 
 def squares(outputs: Tensor, _: Any) -> Tensor:
     return outputs.square().mean()
 
 
-def train(kind: str, line: str, loop: str = "step") -> tuple[list[float], dict[str, Tensor], tuple[str, ...]]:
+def train(
+    kind: str, line: str, loop: str = "step", num_samples: int = NUM_SAMPLES
+) -> tuple[list[float], dict[str, Tensor], tuple[str, ...]]:
     """Return losses, the state at the end, and the plan's reasons."""
     torch.manual_seed(0)
     np.random.seed(0)
@@ -195,9 +277,9 @@ def train(kind: str, line: str, loop: str = "step") -> tuple[list[float], dict[s
     )
     losses = []
     for step in range(STEPS):
-        share = mw.split_batch(batch(step), model)
-        if kind == "later":
-            model.module.is_late = step > 0
+        share = mw.split_batch(batch(step, num_samples), model)
+        if kind in ("later", "begun"):
+            model.module.is_late = step > (kind == "begun")
         if loop == "step":
             losses.append(model.step(share).loss)
         else:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwright._torch_dispatch import watch_empty_attention
-from meshwright.apply.randomness.sites import place_of_draw, shape_of
+from meshwright.apply.randomness.philox import shape_of
+from meshwright.apply.randomness.sites import place_of_draw
 
 __all__: list[str] = []
 

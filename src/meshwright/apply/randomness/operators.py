@@ -19,9 +19,9 @@ from meshwright._torch_dispatch import draws_untouched, is_fake_mode_on, is_tran
 from meshwright._torch_private import FakeTensor
 from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.dropouts import dropout, dropout_in_place, native_dropout
-from meshwright.apply.randomness.philox import ElementPlace
+from meshwright.apply.randomness.philox import ElementPlace, shape_of
 from meshwright.apply.randomness.recurrences import bernoulli_of_pack, layers_of_gpu, recurrence, running_pack
-from meshwright.apply.randomness.sites import place_of_draw, shape_of, tell_own
+from meshwright.apply.randomness.sites import place_of_draw, tell_own
 
 __all__: list[str] = []
 

@@ -164,3 +164,8 @@ def words_at(place: ElementPlace, plane: int, device: torch.device) -> Tensor:
     counter = [block & _MASK, (block >> 32) | (plane << 24), sample & _MASK, sample >> 32 & _MASK]
     words = torch.stack(philox(counter, (place.key & _MASK, place.key >> 32)), dim=1)
     return words.gather(1, (index & 3)[:, None])[:, 0]
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape as plain numbers."""
+    return tuple(map(int, tensor.shape))

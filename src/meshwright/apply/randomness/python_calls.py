@@ -25,9 +25,11 @@ class Turns:
     """How often code at one place draws in a forward."""
 
     each: int
-    """Calls for each sample; 0: as many whatever the samples are, and for all of them [count]."""
+    """Calls for each sample; 0: they are for all samples [count]."""
     is_minor: bool = False
     """Whether the samples are the inner loop."""
+    count: int | None = None
+    """Calls for all samples, where each trial made as many; None: their number varied, or they are a sample's [count]."""
 
 
 class PythonCalls:
@@ -39,7 +41,8 @@ class PythonCalls:
         first: The place of its first sample in the global batch.
         num_samples: Its samples [count].
         turns: What trials have found, by place in the code; a trial that looks has none.
-        on_unknown: Called with a text about a call that draws for this rank alone.
+        is_seeded: Whether each call begins a stream of its own; else calls are counted alone.
+        on_unknown: Called with a text about a call whose numbers may depend on the layout; None: nobody is told, as of trials.
     """
 
     def __init__(
@@ -50,22 +53,34 @@ class PythonCalls:
         num_samples: int,
         *,
         turns: Mapping[Site, Turns],
-        on_unknown: Callable[[str], None] = lambda _: None,
+        is_seeded: bool = True,
+        on_unknown: Callable[[str], None] | None = None,
     ) -> None:
         self._text = text
         self._names = names
         self._first, self._num_samples = first, num_samples
         self._turns = turns
+        self._is_seeded = is_seeded
         self._on_unknown = on_unknown
         self.counts: Counter[Site] = Counter()
         """Calls at each place so far [count]."""
-        self.made: list[int] = []
-        """The seeds of all calls so far, which a repetition in backward takes again."""
+        self.made: list[int | None] = []
+        """The seeds of all calls so far, which a repetition in backward takes again; None: the next numbers."""
+        self.seeded_by_code: dict[object, Any] = {}
+        """By generator that the model's own code has seeded, and that draws as it says: the states from before."""
 
-    def next_key(self) -> int:
-        """Return the seed of the call that the code makes now: 64 bits."""
-        self.made.append(self._key())
-        return self.made[-1]
+    def next_key(self) -> int | None:
+        """Return the seed of the call that the code makes now: 64 bits; None where its numbers are the generator's next ones."""
+        key = self._key()
+        if not self._is_seeded:
+            return None
+        self.made.append(key)
+        return key
+
+    def count(self) -> None:
+        """Count a call of a generator that the model's own code has seeded."""
+        self._key()
+        self.made.append(None)
 
     def _key(self) -> int:
         site = name, place = self._names.find(), self._names.site()
@@ -77,10 +92,10 @@ class PythonCalls:
                 number, sample = self._in_turn(number, turns)
                 return key_of(f"{text}/{number}/sample {self._first + sample}")
             turns = None
-        if turns is None and self._turns:
+        if turns is None and self._on_unknown is not None:
             self._on_unknown(
                 f"{called(name)} draws by Python's or NumPy's generator where it did not with the first batch, or more often: "
-                "each rank draws for itself"
+                + ("each rank draws for itself" if self._is_seeded else "its numbers may depend on the layout")
             )
             text = f"{text}/from {self._first}"
         return key_of(f"{text}/{number}")
@@ -93,51 +108,103 @@ class PythonCalls:
 
     def again(self) -> PythonCalls:
         """Return the calls of a forward of the same samples, at the same place among its calls; it tells nothing."""
-        calls = PythonCalls(self._text, self._names, self._first, self._num_samples, turns=self._turns)
+        given = self._text, self._names, self._first, self._num_samples
+        calls = PythonCalls(*given, turns=self._turns, is_seeded=self._is_seeded)
         calls.counts.update(self.counts)
+        calls.seeded_by_code.update(self.seeded_by_code)
         return calls
 
     def begin_again(self) -> None:
         """Number the calls from the start."""
         self.check()
         self.counts.clear()
+        self.seeded_by_code.clear()
 
     def check(self) -> None:
-        """Tell of code that has not drawn in turn, as it did with the first batch."""
+        """Tell of code that has not drawn in turn, or as often, as it did with the first batch."""
+        if self._on_unknown is None:
+            return
         for site, turns in self._turns.items():
-            if turns.each and self.counts[site] not in (0, turns.each * self._num_samples):
-                self._on_unknown(
-                    f"{called(site[0])} has not drawn {turns.each} times for each sample by Python's or NumPy's generator, as "
-                    "with the first batch: its numbers may depend on the layout"
-                )
+            expected = turns.each * self._num_samples if turns.each else turns.count
+            if expected is None or self.counts[site] in (0, expected):
+                continue
+            often = f"{turns.each} times for each sample" if turns.each else f"{turns.count} times"
+            self._on_unknown(
+                f"{called(site[0])} has not drawn {often} by Python's or NumPy's generator, as with the first batch: its "
+                "numbers may depend on the layout"
+            )
 
 
-def ways_in_turn(runs: Sequence[tuple[int, Mapping[Site, int]]]) -> list[dict[Site, Turns]]:
+Counts = tuple[int, Mapping[Site, int]]
+"""Samples of a forward, and its calls at each place in the code [count]."""
+
+
+def varies_with_samples(runs: Sequence[Sequence[Counts]]) -> bool:
+    """Tell whether code drew more or less often in a part than in the whole batch.
+
+    Args:
+        runs: Of the whole batch, then of its parts; for each set of random numbers.
+    """
+    return any(+Counter(counts) != +Counter(run[0][1]) for run in runs for _, counts in run[1:])
+
+
+def has_loop(runs: Sequence[Sequence[Counts]]) -> bool:
+    """Tell whether code at any place drew a fixed number of times for each sample; `runs` as for `varies_with_samples`."""
+    sites = {site for run in runs for _, counts in run for site in counts}
+    return any((turns := _turns_at(site, runs)) is not None and turns.each for site in sites)
+
+
+def turns_for_all(runs: Sequence[Sequence[Counts]]) -> dict[Site, Turns]:
+    """Return the places in the code that drew, as of numbers that are all samples'; `runs` as for `varies_with_samples`."""
+    found = {site: _turns_at(site, runs) for run in runs for _, counts in run for site in counts}
+    return {site: Turns(0) if turns is None or turns.each else turns for site, turns in found.items()}
+
+
+def ways_in_turn(runs: Sequence[Sequence[Counts]]) -> list[dict[Site, Turns]]:
     """Return what loops over samples there may be, the likeliest first; nothing where no code draws in turn.
 
     Args:
-        runs: Samples, and calls at each place in the code; of the whole batch, then of its parts [count].
+        runs: As for `varies_with_samples`.
     """
-    (num_samples, whole), *parts = runs
     found: dict[Site, Turns] = {}
-    for site in dict.fromkeys(site for _, counts in runs for site in counts):
-        count = whole.get(site, 0)
-        if all(own.get(site, 0) == count for _, own in parts):
-            found[site] = Turns(0)
-            continue
-        each, rest = divmod(count, num_samples)
-        if rest or not each or any(own.get(site, 0) != each * num for num, own in parts):
+    for site in dict.fromkeys(site for run in runs for _, counts in run for site in counts):
+        turns = _turns_at(site, runs)
+        if turns is None:
             return []
-        found[site] = Turns(each)
+        found[site] = turns
     if not any(turns.each for turns in found.values()):
         return []
     minor = {site: dataclasses.replace(turns, is_minor=turns.each > 1) for site, turns in found.items()}
     return [found] if minor == found else [found, minor]
 
 
+def _turns_at(site: Site, runs: Sequence[Sequence[Counts]]) -> Turns | None:
+    """Return how often code at one place draws; None where that is neither for each sample nor for all."""
+    counts = [[own.get(site, 0) for _, own in run] for run in runs]
+    if all(len(set(row)) == 1 for row in counts):
+        return Turns(0, count=counts[0][0] if len({row[0] for row in counts}) == 1 else None)
+    # A number that is all samples' may decide whether the loop is run at all.
+    made = [(run, row) for run, row in zip(runs, counts, strict=True) if any(row)]
+    each = made[0][1][0] // made[0][0][0][0]
+    is_in_turn = all(count == each * num for run, row in made for (num, _), count in zip(run, row, strict=True))
+    return Turns(each) if is_in_turn else None
+
+
+def are_in_turn(turns: Mapping[Site, Turns], run: Sequence[Counts]) -> bool:
+    """Tell whether a run, of the whole batch and of its parts, drew as turns say."""
+    for site in {site for _, counts in run for site in counts}:
+        own, counts = turns.get(site), [counts.get(site, 0) for _, counts in run]
+        if own is None:
+            return False
+        fits = [own.each * num for num, _ in run] if own.each else [counts[0]] * len(run)
+        if any(counts) and counts != fits:
+            return False
+    return True
+
+
 def turns_to_rows(turns: Mapping[Site, Turns] | None) -> list[list[Any]] | None:
     """Return turns as JSON."""
-    return None if turns is None else [[*site, own.each, own.is_minor] for site, own in turns.items()]
+    return None if turns is None else [[*site, own.each, own.is_minor, own.count] for site, own in turns.items()]
 
 
 def turns_of_all(told: Sequence[list[list[Any]] | None]) -> tuple[dict[Site, Turns] | None, bool]:
@@ -146,5 +213,8 @@ def turns_of_all(told: Sequence[list[list[Any]] | None]) -> tuple[dict[Site, Tur
     are_alike = True
     for name, place, *row in (row for rows in told if rows is not None for row in rows):
         turns = Turns(*row)
-        are_alike &= found.setdefault((name, place), turns) == turns
+        before = found.setdefault((name, place), turns)
+        if before.count != turns.count:  # a sequence's length, which ranks' samples decide
+            before = found[name, place] = dataclasses.replace(before, count=None)
+        are_alike &= (before.each, before.is_minor) == (turns.each, turns.is_minor)
     return (found if are_alike and any(rows is not None for rows in told) else None), are_alike

@@ -14,10 +14,10 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from meshwright._torch_dispatch import draws_intercepted, draws_untouched, intercept_draws
 from meshwright._torch_private import is_in_backward, is_in_loose_checkpoint
@@ -71,6 +71,8 @@ class StepDraws:
         self.left = left
         self.num_samples: int | None = None
         """Rows that the one forward of an own loop was given; None: another kind of step [count]."""
+        self.seeds: dict[int, int] = {}
+        """Seeds of calls of Python's and NumPy's generators, by their marks."""
         self._known: dict[int, tuple[Call, ForwardDraws]] = {}
         self._twice: set[int] = set()
 
@@ -196,6 +198,7 @@ class _Running(threading.local):
     slicing: Slicing | None = None
 
 
+_Found = TypeVar("_Found")
 _running = _Running()
 _under_way: list[StepDraws] = []
 """Steps that run in this process, for autograd's threads of other devices, in which backward repeats forwards."""
@@ -295,6 +298,11 @@ def running_draws() -> tuple[StepDraws, ForwardDraws] | None:
     return None if step is None or step.left is not None or forward is None else (step, forward)
 
 
+def running_forward() -> ForwardDraws | None:
+    """Return the forward that runs in this thread, whoever draws its numbers; None where none does."""
+    return _running.forward
+
+
 @contextlib.contextmanager
 def drawing_again(drawn: tuple[StepDraws, ForwardDraws]) -> Iterator[None]:
     """Draw inside the context what is about to be drawn, and leave the later draws as they are without it."""
@@ -318,15 +326,14 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
         shape: Of the tensor.
         kind: What draws, for messages.
     """
-    step, forward, repeats = _running.step, _running.forward, is_in_backward()
-    if repeats:
-        steps = [step] if step is not None else [*reversed(_under_way), *_kept]
-        found = _repeated_draw([one for one in steps if one.left is None])
+    step, forward = _running.step, _running.forward
+    if is_in_backward():
+        found = repeated(StepDraws.repeated)
         if found is None and step is not None:
             step.on_unknown(
                 "code that runs in backward draws, which is left to torch's generator: each rank draws for itself"
             )
-        return None if found is None else found[0].place_of(*found[1:], shape, kind)
+        return None if found is None else found[0].place_of(*found[1], shape, kind)
     if step is None:
         if not _kept:
             intercept_draws(False)
@@ -336,7 +343,7 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
         return None
     if forward is None:
         return None
-    call = step.call_at(_mark(), forward)
+    call = step.call_at(take_mark(), forward)
     forward.sites[call] = site = step.names.site()
     if forward.notes is not None:
         within = tuple((name, forward.module_calls[name] - 1) for name in step.names.running())
@@ -356,20 +363,23 @@ def place_of_draw(shape: tuple[int, ...], kind: str) -> ElementPlace | None:
     return step.place_of(call, forward, shape, kind)
 
 
-def _mark() -> int:
+def take_mark() -> int:
+    """Return the number by which a repetition in backward is known."""
     with draws_untouched():
         return int(torch.empty((), dtype=torch.int64).random_())
 
 
-def _repeated_draw(steps: Sequence[StepDraws]) -> tuple[StepDraws, Call, ForwardDraws] | None:
-    """Return the call that backward repeats now, with the step and the forward that made it."""
+def repeated(find: Callable[[StepDraws, int], _Found | None]) -> tuple[StepDraws, _Found] | None:
+    """Return what backward repeats now, with the step that made it, by the mark that its generator gives."""
+    step = _running.step
+    steps = [one for one in ([step] if step is not None else [*reversed(_under_way), *_kept]) if one.left is None]
     if not steps:
         return None
-    state, mark = torch.get_rng_state(), _mark()
+    state, mark = torch.get_rng_state(), take_mark()
     for step in steps:
-        found = step.repeated(mark)
+        found = find(step, mark)
         if found is not None:
-            return step, *found
+            return step, found
     torch.set_rng_state(state)  # a forward of another model, which torch's generator has drawn for, takes no marks
     return None
 
@@ -388,8 +398,3 @@ def tell_own(kind: str) -> None:
     if step is not None and forward is not None:
         where = called(step.names.find())
         step.on_unknown(f"{where} draws with {kind}, which is left to torch's generator: each rank draws for itself")
-
-
-def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape as plain numbers."""
-    return tuple(map(int, tensor.shape))

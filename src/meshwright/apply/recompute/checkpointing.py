@@ -270,7 +270,7 @@ class _Twice:
         self._inputs = inputs
         self._before: Moment | None = None
         self._elsewhere: tuple[Elsewhere, PythonState | None] | None = None
-        self._seeds: tuple[list[int], int] | None = None
+        self._seeds: tuple[list[int | None], int] | None = None
         self._inspection = inspection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
