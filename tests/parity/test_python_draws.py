@@ -30,7 +30,7 @@ def assert_like_one_device(kind: str, line: str, loop: str = "step") -> None:
 
 
 @pytest.mark.parametrize("line", PLANS)
-@pytest.mark.parametrize("kind", ["numpy", "python", "dropout", "inner", "rare"])
+@pytest.mark.parametrize("kind", ["numpy", "python", "dropout", "inner", "doubled"])
 def test_loops_over_samples(kind: str, line: str) -> None:
     assert_like_one_device(kind, line)
 
@@ -98,7 +98,7 @@ def test_loops_whose_turns_values_decide_are_told() -> None:
 
 
 def test_numbers_of_all_samples_that_have_changed_nothing_in_the_trials_are_told() -> None:
-    for _, _, told in testing.run_ranks(jobs.train, 2, "rare together", "dp=2"):
+    for _, _, told in testing.run_ranks(jobs.train, 2, "doubled together", "dp=2"):
         assert any("may draw a number for each sample" in reason for reason in told)
 
 

@@ -80,7 +80,7 @@ class Later(Masked):
         return super().forward(x, y)
 
 
-class Rare(Inner):
+class Doubled(Inner):
     """Samples of which some are doubled: in the trials, with `SEED`, none is."""
 
     def _factors(self, num: int) -> list[float]:
@@ -91,7 +91,7 @@ class Rare(Inner):
         return self.down(torch.relu(self.up(x * factors[:, None, None]))).mean(1) - y
 
 
-class RareTogether(Rare):
+class DoubledTogether(Doubled):
     """The same by one call for all samples."""
 
     def _factors(self, num: int) -> list[float]:
@@ -238,8 +238,8 @@ KINDS: dict[str, Any] = {
     "inner": Inner,
     "uneven": Uneven,
     "later": Later,
-    "rare": Rare,
-    "rare together": RareTogether,
+    "doubled": Doubled,
+    "doubled together": DoubledTogether,
     "layerdrop": LayerDrop,
     "layered": Layered,
 }
