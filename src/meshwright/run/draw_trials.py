@@ -185,9 +185,8 @@ class DrawTrials:
                 yield from self._try_other_turns(found, placed, ways[place + 1 :])
                 return merged
         self._turns = None
-        if is_proven and not has_loop(
-            runs
-        ):  # steps of a sequence that a part cuts shorter, or numbers that changed nothing
+        if is_proven and not has_loop(runs):
+            # Steps of a sequence that a part cuts shorter, or numbers that changed nothing.
             found.is_proven = yield from self._prove(found, placed, found.dims)
             found.varies = True
         return merged
