@@ -64,7 +64,6 @@ __all__ = [
     "foreach_norm",
     "is_in_backward",
     "is_in_loose_checkpoint",
-    "is_on_fake_tensors",
     "keep_forever",
     "leave_to_interpreter",
     "new_profiler",
@@ -156,12 +155,6 @@ def is_in_loose_checkpoint() -> bool:
 def is_in_backward() -> bool:
     """Tell whether autograd's engine is running this thread: in hooks, and in forwards that a checkpoint repeats."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-
-
-def is_on_fake_tensors() -> bool:
-    """Tell whether what runs is computed on fake tensors, which have no values."""
-    kinds: Any = torch._C
-    return kinds._get_dispatch_mode(kinds._TorchDispatchModeKey.FAKE) is not None
 
 
 def recorded_shape(node: Any) -> tuple[int, ...] | None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright._torch_private import is_in_backward, is_on_fake_tensors
+from meshwright._torch_dispatch import is_fake_mode_on
+from meshwright._torch_private import is_in_backward
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.sites import in_forward, repeated, running_draws, running_forward, take_mark
 from meshwright.python_state import PythonState
@@ -153,6 +154,6 @@ def _next_key(owner: Any) -> int | None:
         calls.count()
         return None
     key, drawn = calls.next_key(), running_draws()
-    if key is not None and drawn is not None and not is_on_fake_tensors():
+    if key is not None and drawn is not None and not is_fake_mode_on():
         drawn[0].seeds[take_mark()] = key
     return key
