@@ -9,6 +9,7 @@ import pytest
 from tests.parity.jobs import apart_jobs as jobs
 from tests.parity.jobs import inside_jobs
 
+import meshwright as mw
 from meshwright import testing
 
 OPTIONS = ("weight_decay", "betas", "maximize")
@@ -46,11 +47,8 @@ def test_a_setting_of_a_layer_that_one_rank_changes_is_refused(plan: str, act: s
     assert words in told["text"]
 
 
-@pytest.mark.parametrize(
-    ("act", "words"), [("data", "of which they are copies"), ("moments", "ranks have other values")]
-)
-def test_copies_that_come_apart_are_found_in_the_next_step_or_evaluation(act: str, words: str) -> None:
-    assert words in _same(jobs.train, "dp=2", act)["text"]
+def test_copies_that_come_apart_are_found_in_the_next_step_or_evaluation() -> None:
+    assert "of which they are copies" in _same(jobs.train, "dp=2", "data")["text"]
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
@@ -58,6 +56,35 @@ def test_a_state_that_one_rank_clears_is_found(plan: str) -> None:
     told = _same(jobs.train, plan, "cleared")
     assert told["kind"] == "CorruptionError"
     assert "'the optimizer's state': it was written to on rank(s) [1] and not on rank(s) [0]" in told["text"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize("act", ["moments", "new moments"])
+def test_a_state_that_one_rank_writes_is_found(plan: str, act: str) -> None:
+    told = _same(jobs.train, plan, act)
+    assert told["kind"] == "CorruptionError"
+    assert "exp_avg" in told["text"]
+    assert "it was written to on rank(s) [1] and not on rank(s) [0]" in told["text"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_one_entry_of_it_is_found(plan: str) -> None:
+    text = _same(jobs.train, plan, "first moment")["text"]
+    assert "(the optimizer's exp_avg)': it was written to on rank(s) [1] and not on rank(s) [0]" in text
+
+
+def test_states_that_ranks_write_with_other_values_are_refused() -> None:
+    told = _same(jobs.train, "dp=2", "moments by rank", jobs.Net, True)
+    assert told["kind"] == "ApplyError"
+    assert "(the optimizer's exp_avg)" in told["text"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=3,zero=2", "dp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize("act", ["moments", "new moments", "cleared"])
+def test_a_state_that_every_rank_writes_is_taken(plan: str, act: str) -> None:
+    for told in testing.run_ranks(jobs.train, mw.Plan.parse(plan).num_ranks, plan, act, jobs.Net, True):
+        assert told["kind"] is None
+        assert told["findings"] == []
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])

@@ -100,6 +100,13 @@ ACTS: dict[str, Callable[[mw.ParallelModel], Any]] = {
     "epsilon": _setting("blocks.1.norm", "eps", 0.5),
     "data": lambda model: model.module.get_parameter("head.bias").data.add_(1.0),
     "moments": lambda model: [state["exp_avg"].zero_() for state in _state(model).values()],
+    "new moments": lambda model: [
+        state.update(exp_avg=state["exp_avg"] * 0.5) for state in _state(model).values() if state
+    ],
+    "moments by rank": lambda model: [
+        state["exp_avg"].mul_(0.5 + 0.1 * model.world.rank) for state in _state(model).values()
+    ],
+    "first moment": lambda model: next(iter(_state(model).values()))["exp_avg"].zero_(),
     "cleared": lambda model: _state(model).clear(),
     "scale": _setting("", "scale", 3.0),
     "hook": lambda model: model.module.get_parameter("head.weight").register_hook(lambda gradient: 2 * gradient),

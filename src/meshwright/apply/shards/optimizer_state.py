@@ -302,3 +302,9 @@ class _View(collections.defaultdict[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         del protocol
         raise ApplyError("optimizer.state is this rank's part, and keyed by tensors", fix=_FIX_OF_LOAD)
+
+
+def state_of(optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the state of an optimizer itself, also while user code sees the guarded view; None where there is none."""
+    state = getattr(optimizer, "state", None)
+    return state._owner.real if isinstance(state, _View) else state

@@ -20,6 +20,7 @@ insides        what containers, objects and variables hold, likewise
 outcome        loss and norm of a step
 apart          parameters of which a script has given ranks other values
 imprint        sums that detect a changed entry
+optimizer_writes  writes to the optimizer's state
 writes         writes between steps
 
 To compare something more, add a saying in `sentinels.py`, and a fault of it in `benchmarks/sentinels/faults.py`.

@@ -8,8 +8,7 @@ a sentinel all of them are checked, with the optimizer's state (`imprint.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -20,11 +19,11 @@ from meshwright.mesh import MeshSpec
 from meshwright.run.sentinels.apart import holds_values
 from meshwright.run.sentinels.circles import circles_of
 from meshwright.run.sentinels.imprint import Change, Imprint, change_of
+from meshwright.run.sentinels.optimizer_writes import OptimizerWrites, find_apart
 
 __all__: list[str] = []
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_STATE = "the optimizer's state"
 _PIECES = "what this rank's optimizer updates"
 _WINDOW_BYTES = 2**14
 """What is looked at in one step, of that which has no copy [bytes]."""
@@ -44,7 +43,7 @@ class StateWatch:
         self._turn = 0
         self._seen: torch.Tensor | None = None
         self._imprint: Imprint | None = None
-        self._state: tuple[Any, int] = (None, 0)
+        self._of_optimizer = OptimizerWrites(optimizer)
 
     def _find(self) -> None:
         named = dict(self._engine.module.named_parameters())
@@ -94,6 +93,7 @@ class StateWatch:
         """Forget what was recorded."""
         self._versions = self._seen = self._imprint = None
         self._tensors = []
+        self._of_optimizer.forget()
 
     def note(self, *, keeps_imprint: bool = False) -> None:
         """Record everything at the end of a step.
@@ -104,7 +104,7 @@ class StateWatch:
         if not self._tensors:
             self._find()
         self._versions = [tensor._version for tensor in self._tensors]
-        self._state = self._kept()
+        self._of_optimizer.note()
         self._imprint = Imprint(list(self._kept_alone())) if keeps_imprint else None
         if self._windows:
             self._turn = (self._turn + 1) % len(self._windows)
@@ -131,15 +131,14 @@ class StateWatch:
     def written(self) -> list[str]:
         """Return the FQNs of the parameters written since the last step ended; one entry stands for all their pieces.
 
-        The optimizer's state is one more where it was loaded, cleared or given entries.
+        What was written of the optimizer's state comes after them.
         """
-        state, size = self._kept()
-        is_known = self._versions is None or (state is self._state[0] and size == self._state[1])
-        return [*self._written(self._names), *([] if is_known else [_STATE])]
+        return [*self._written(self._names), *self._of_optimizer.names()]
 
-    def _kept(self) -> tuple[Any, int]:
-        state = getattr(self._optimizer, "state", None)
-        return state, len(state) if isinstance(state, Mapping) else 0
+    def _names_of_held(self) -> dict[int, str]:
+        """Return id of a parameter or piece -> FQN; pieces that no rank has a name for are left out."""
+        rows = zip(self._labels, self._tensors, strict=True)
+        return {id(tensor): label for label, tensor in rows if label != _PIECES}
 
     def _written(self, names: list[str]) -> list[str]:
         versions = self._versions
@@ -149,12 +148,17 @@ class StateWatch:
         return list(dict.fromkeys(name for name, tensor, version in changed if tensor._version != version))
 
     def written_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Return (FQN, parameter) of those written since the last step ended, where they have values on this rank."""
+        """Return (FQN, parameter) of those written since the last step ended, where they have values on this rank.
+
+        Where each rank's optimizer has whole parameters, its state that was written is among them.
+        """
         if self._versions is None:
             return []
         rows = zip(self._names, self._tensors, self._versions, strict=True)
         changed = [(name, tensor) for name, tensor, version in rows if tensor._version != version and name != _PIECES]
-        return [(name, tensor) for name, tensor in changed if holds_values(tensor)]
+        state = [] if _PIECES in self._names else self._of_optimizer.written_tensors(self._names_of_held())
+        held = [(name, tensor) for name, tensor in changed if holds_values(tensor)]
+        return [*held, *((name, tensor) for name, tensor in state if is_plain(tensor))]
 
     def changed(self) -> list[str]:
         """Return the FQNs of checked tensors whose bits have changed since the last step ended."""
@@ -177,12 +181,13 @@ class StateWatch:
 
     def compare(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
         """Return the writes on this rank that other holders do not have; every rank calls it."""
-        written, labels = self.written(), self._written(self._labels)
+        labels = self._written(self._labels)
         looked_at = self._changes()
         changes = [change for change in looked_at if change.name not in labels]
         # Pieces share one memory, whose writes torch counts together; the bits show which piece was written.
         seen = [change.name for change in looked_at if change.name in labels]
-        mine = [written, (seen or labels)[0] if written == [_PIECES] else None, len(changes)]
+        mine = [self._written(self._names), None, len(changes), self._of_optimizer.rows(self._names_of_held())]
+        mine[1] = (seen or labels)[0] if mine[0] == [_PIECES] else None
         everyone = group.all_gather_json(mine, device=self._engine.device)
         findings = []
         for circle in circles_of(mesh, "dp", "cp", "tp"):
@@ -193,7 +198,11 @@ class StateWatch:
                     others = [rank for rank in circle.ranks if rank not in wrote]
                     text = f"it was written to on rank(s) {wrote} and not on rank(s) {others}"
                     findings.append(_finding(mine[1] or name, text))
-        return findings or self._hidden(changes, sum(num for _, _, num in everyone), mesh)
+            apart = find_apart({rank: everyone[rank][3] for rank in circle.ranks})
+            if apart is not None and not findings and group.rank == apart[1][0]:
+                name, wrote, others = apart
+                findings.append(_finding(name, f"it was written to on rank(s) {wrote} and not on rank(s) {others}"))
+        return findings or self._hidden(changes, sum(one[2] for one in everyone), mesh)
 
     def compare_imprint(self, group: Communicator, mesh: MeshSpec) -> list[Finding]:
         """Return changes since the last step ended for which torch has counted no write; every rank calls it."""
