@@ -82,6 +82,11 @@ def test_loops_over_samples_in_an_own_loop() -> None:
     assert_like_one_device("dropout", "dp=2", "own")
 
 
+@pytest.mark.parametrize("line", ["dp=2", "single,micro_batches=3", "tp=2"])
+def test_layers_that_hardly_any_numbers_run(line: str) -> None:
+    assert_like_one_device("rare_layers", line)
+
+
 @pytest.mark.parametrize("line", ["tp=2", "dp=2,tp=2"])
 def test_layers_that_the_first_numbers_leave_out_are_cut_with_others(line: str) -> None:
     assert_like_one_device("layerdrop", line)

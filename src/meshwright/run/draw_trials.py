@@ -37,15 +37,15 @@ from meshwright.run.losses.drawn import doubtful_gap, losses_of
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
 from meshwright.run.losses.trial_parts import join_samples
 from meshwright.run.losses.trials import Evidence
-from meshwright.run.trial_draws import MakeStep, TrialDraws
+from meshwright.run.trial_draws import ENDS, MakeStep, TrialDraws
 
 __all__: list[str] = []
 
 _NUM_PARTS = 3
 _FEW = 2
 """Samples by which a model that draws nothing is known [count]."""
-_NUM_CHANCES = 4
-"""Runs of a model whose numbers may decide which of its calls are made, each with other numbers [count]."""
+_NUM_CHANCES = 5
+"""Runs of a model whose numbers may decide which of its calls are made, each with other numbers; see `ENDS` [count]."""
 
 Weigh = Callable[[Any], float] | None
 Trials = Generator[list[TrialForward], list[TrialOutcome], Evidence]
@@ -132,6 +132,8 @@ class DrawTrials:
         counts = list[list[Counts]]()
         for chance in range(num_chances):
             whole = (yield from self._run([(found.share, 0)], {}, chance)) if chance else whole
+            if chance in ENDS and not whole[0].is_sound:
+                continue
             found.uses_python |= whole[0].uses_python
             if not (whole[0].notes or found.uses_python):
                 continue
@@ -296,7 +298,7 @@ class DrawTrials:
             dims: Of the first batch.
             chance: The number to which the random numbers belong: new ones may show what those of the first batch did not.
         """
-        self._chances = (chance,)
+        self._chances = (_NUM_CHANCES + chance,)
         share, count = found.share, self._splitter.count
         parts = self._splitter.cut(share, min(_NUM_PARTS, count(share)))
         firsts = [sum(map(count, parts[:place])) for place in range(len(parts))]
@@ -344,6 +346,8 @@ class DrawTrials:
     ) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
         for chance in self._chances:
             whole, *pieces = yield from self._run([(found.share, 0), *placed], dims, chance)
+            if chance in ENDS and not whole.is_sound:
+                continue
             is_first = chance == self._chances[0]
             if is_first:
                 found.outputs = whole.outputs

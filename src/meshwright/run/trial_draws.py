@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright._torch_dispatch import batches_of_one
+from meshwright.apply.randomness.edges import near_end
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.python_calls import Counts, PythonCalls, Site, Turns
@@ -26,6 +27,9 @@ from meshwright.trees import tensors_in
 __all__: list[str] = []
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+ENDS = {1: 0, 2: 1}
+"""The end near which all single numbers are, by the number to which a trial's belong (`near_end`)."""
 
 MakeStep = Callable[[Mapping[Call, SiteDims], int], contextlib.AbstractContextManager[StepDraws]]
 
@@ -103,7 +107,8 @@ class TrialDraws:
                 python, own = PythonState(), Outside.of(self._module).generator_states()
                 try:
                     graph = torch.set_grad_enabled(self._with_graph)
-                    with in_step(step), in_forward(self._forward), graph, batches_of_one(), self._seeded(step):
+                    near = near_end(ENDS.get(self._chance))
+                    with in_step(step), in_forward(self._forward), graph, batches_of_one(), self._seeded(step), near:
                         yield
                 finally:
                     self.marks, self.python_end = step.marks, PythonState()
@@ -132,6 +137,11 @@ class TrialDraws:
         if self._turns is not None or self.python_end is None or other.python_end is None:
             return True
         return self.python_end.is_like(other.python_end)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it has run to the end, with finite outputs; with all single numbers near an end code may do neither."""
+        return self.outcome.error is None and all(bool(tensor.isfinite().all()) for tensor in self.outputs)
 
     def take(self, outputs: Any) -> None:
         """Keep the outputs."""

@@ -120,13 +120,14 @@ class _Dropped(_Pair):
 class LayerDrop(nn.Module):
     """Four layers, of which each is left out in three of ten forwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.3) -> None:
         super().__init__()
+        self.rate = rate
         self.layers, self.head = nn.ModuleList(_Dropped() for _ in range(4)), nn.Linear(6, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
-            if torch.rand([]) >= 0.3:
+            if torch.rand([]) >= self.rate:
                 x = layer(x)
         return self.head(x).mean(1) - y
 
@@ -210,10 +211,10 @@ class Chosen(_Changed):
 
 
 class Mixed(_Changed):
-    """Mixes the samples in two forwards of five."""
+    """Mixes the samples in one forward of fifty."""
 
     def change(self, x: Tensor) -> Tensor:
-        return 0.5 * (x + x[np.random.permutation(len(x))]) if random.random() < 0.4 else x
+        return 0.5 * (x + x[np.random.permutation(len(x))]) if random.random() < 0.02 else x
 
 
 class Begun(_Changed):
@@ -241,6 +242,7 @@ KINDS: dict[str, Any] = {
     "doubled": Doubled,
     "doubled together": DoubledTogether,
     "layerdrop": LayerDrop,
+    "rare_layers": functools.partial(LayerDrop, 0.97),
     "layered": Layered,
 }
 

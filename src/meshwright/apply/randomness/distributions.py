@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.randomness import gpu, native
-from meshwright.apply.randomness.philox import ElementPlace, words_at
+from meshwright.apply.randomness.edges import is_moving, moved, take_end
+from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, words_at
 
 __all__: list[str] = []
 
@@ -46,6 +47,8 @@ def fill_bernoulli(out: Tensor, place: ElementPlace, probability: float) -> None
     if out.numel() != place.count:
         raise ValueError(f"{place.count} places for {out.numel()} elements")
     most = min(round(probability * _WORD), _WORD) - 1
+    if _is_single(place) and 0 <= most < _WORD - 1 and (end := take_end()) is not None:
+        most = (_WORD - 1) * (1 - end) - end
     if most < 0 or most == _WORD - 1:
         out.fill_(most >= 0)
     elif takes(place, out.device) and not out.is_complex():
@@ -54,8 +57,21 @@ def fill_bernoulli(out: Tensor, place: ElementPlace, probability: float) -> None
         out.copy_((words_at(place, 0, out.device) <= most).view(out.shape))
 
 
+def _is_single(place: ElementPlace) -> bool:
+    """Tell whether this is a trial near an end, and one number is drawn for all samples, by which code may decide."""
+    return is_moving() and place.count == 1 and place.first_sample == NO_SAMPLE
+
+
 def uniform(place: ElementPlace, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uniform numbers in [0, 1) of a floating dtype, one dim: multiples of 2**-53, 2**-24, 2**-11 or 2**-8."""
+    made = _uniform(place, dtype, device)
+    if not _is_single(place):
+        return made
+    most = 1 - 2.0 ** -_BITS.get(dtype, 53)
+    return torch.full_like(made, min(moved(float(made), 0.0, 1.0), most))
+
+
+def _uniform(place: ElementPlace, dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype == torch.float64:
         if takes(place, device):
             out = torch.empty(place.count, dtype=dtype, device=device)

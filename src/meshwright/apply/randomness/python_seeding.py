@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwright._torch_dispatch import is_fake_mode_on
 from meshwright._torch_private import is_in_backward
+from meshwright.apply.randomness.edges import is_moving, moved
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.sites import in_forward, repeated, running_draws, running_forward, take_mark
 from meshwright.python_state import PythonState
@@ -21,6 +22,7 @@ __all__: list[str] = []
 
 _READS = ("getstate", "get_state", "get_bit_generator")
 _WRITES = ("seed", "setstate", "set_state", "set_bit_generator")
+_UNIFORM = ("random", "uniform", "rand", "random_sample")
 _MASK = 2**32 - 1
 _OWNERS: tuple[tuple[Any, Any], ...] = ((random, random.random.__self__), (np.random, np.random.rand.__self__))
 """(module, the generator behind its functions), from before any of them is replaced."""
@@ -118,9 +120,19 @@ def _drawing(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
         if key is not None:
             # A generator of `random` takes any number; NumPy's takes words of 32 bits.
             owner.seed([key & _MASK, key >> 32] if owner is _NUMPY else key)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if is_moving() and isinstance(result, float) and function.__name__ in _UNIFORM:
+            result = moved(result, *_range_of(function.__name__, *args, **kwargs))
+        return result
 
     return draw
+
+
+def _range_of(name: str, low: Any = 0.0, high: Any = 1.0, **kwargs: Any) -> tuple[float, float]:
+    """Return the range of a call of a function whose numbers are uniform, of `random` or of NumPy."""
+    if name != "uniform":
+        return 0.0, 1.0
+    return float(kwargs.get("a", low)), float(kwargs.get("b", high))
 
 
 def _setting(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
