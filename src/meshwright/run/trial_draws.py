@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright._torch_dispatch import batches_of_one
-from meshwright.apply.randomness.edges import near_end
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.philox import key_of
 from meshwright.apply.randomness.python_calls import Counts, PythonCalls, Site, Turns
 from meshwright.apply.randomness.python_seeding import calls_seeded
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
+from meshwright.apply.randomness.single_numbers import near_end
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.python_state import PythonState

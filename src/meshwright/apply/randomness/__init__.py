@@ -18,6 +18,7 @@ forward_draws    one forward: how often modules have drawn, and what a trial not
 sites            calls that draw, the step and forward that they belong to
 passed_over      draws that another pipeline stage makes, counted on this one
 alike            draws that are the same in several runs of one piece of code
+single_numbers   numbers by which code decides, near either end of their range in trials
 python_calls     calls of Python's and NumPy's generators, known by their place in the code and their sample
 python_seeding   the functions of these generators, seeded at each call while a forward runs
 recurrences      recurrent layers with dropout between them, on a GPU and of packed samples

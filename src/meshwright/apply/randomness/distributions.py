@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.randomness import gpu, native
-from meshwright.apply.randomness.edges import is_moving, moved, take_end
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, words_at
+from meshwright.apply.randomness.single_numbers import is_moving, moved, take_end
 
 __all__: list[str] = []
 

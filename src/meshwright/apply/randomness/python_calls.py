@@ -18,6 +18,8 @@ __all__: list[str] = []
 
 Site = tuple[str, int]
 """(name of the innermost module, the place in its code as `Names.site` gives it)."""
+_FEW = 8
+"""Samples below which it may be chance that all of them, or none, have drawn [count]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +185,9 @@ def _turns_at(site: Site, runs: Sequence[Sequence[Counts]]) -> Turns | None:
     counts = [[own.get(site, 0) for _, own in run] for run in runs]
     if all(len(set(row)) == 1 for row in counts):
         return Turns(0, count=counts[0][0] if len({row[0] for row in counts}) == 1 else None)
-    # A number that is all samples' may decide whether the loop is run at all.
+    # A number that is all samples' may decide whether the loop is run at all, or one of each sample's may: few agree by chance.
+    if not all(map(any, counts)) and runs[0][0][0] < _FEW:
+        return None
     made = [(run, row) for run, row in zip(runs, counts, strict=True) if any(row)]
     each = made[0][1][0] // made[0][0][0][0]
     is_in_turn = all(count == each * num for run, row in made for (num, _), count in zip(run, row, strict=True))

@@ -13,8 +13,8 @@ import numpy as np
 
 from meshwright._torch_dispatch import is_fake_mode_on
 from meshwright._torch_private import is_in_backward
-from meshwright.apply.randomness.edges import is_moving, moved
 from meshwright.apply.randomness.forward_draws import ForwardDraws
+from meshwright.apply.randomness.single_numbers import is_moving, moved
 from meshwright.apply.randomness.sites import in_forward, repeated, running_draws, running_forward, take_mark
 from meshwright.python_state import PythonState
 

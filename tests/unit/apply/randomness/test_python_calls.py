@@ -42,8 +42,11 @@ def test_no_loop_is_found_where_counts_do_not_fit_or_none_grows() -> None:
 
 def test_counts_have_to_fit_with_each_set_of_numbers() -> None:
     fits, apart = [(3, {LOOP: 3}), (1, {LOOP: 1})], [(3, {LOOP: 2}), (1, {LOOP: 1})]
-    assert ways_in_turn([fits, fits, [(3, {}), (1, {})]]) == [{LOOP: Turns(1)}]  # numbers of all samples left it out
+    assert ways_in_turn([fits, fits]) == [{LOOP: Turns(1)}]
     assert ways_in_turn([fits, apart]) == []
+    assert ways_in_turn([fits, fits, [(3, {}), (1, {})]]) == []  # three samples may have decided alike by chance
+    many, none = [(9, {LOOP: 9}), (3, {LOOP: 3})], [(9, {}), (3, {})]
+    assert ways_in_turn([many, many, none]) == [{LOOP: Turns(1)}]  # numbers of all samples left it out
     assert turns_for_all([[(3, {ONCE: 2}), (1, {ONCE: 2})], [(3, {ONCE: 3}), (1, {ONCE: 3})]]) == {ONCE: Turns(0)}
 
 

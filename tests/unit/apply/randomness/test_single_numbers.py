@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.apply.randomness import distributions
-from meshwright.apply.randomness.edges import moved, near_end, take_end
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level
+from meshwright.apply.randomness.single_numbers import moved, near_end, take_end
 
 ALL, SAMPLE = (ElementPlace(7, (Level(1, 0, 1),), first) for first in (NO_SAMPLE, 3))
 
