@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,9 @@ def test_a_seed_in_the_code_gives_the_numbers_of_plain_pytorch() -> None:
     )
     for step in range(2):
         model.step(jobs.batch(step))
-    assert all(own == order for own in model.module.orders)
+    found: Any = model.module.orders
+    assert len(found) > 2
+    assert all(own == order for own in found)
 
 
 @pytest.mark.parametrize("line", ["pp=2,micro_batches=2", "dp=2,pp=2,micro_batches=2,schedule=gpipe"])

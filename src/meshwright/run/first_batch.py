@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from meshwright.apply.engine import Engine
@@ -118,9 +118,11 @@ class FirstBatch(abc.ABC):
             return
         self.refuse_early_change()
         first_run = self._terms.first_run(parts[0], evaluates=evaluates) if parts else None
+        names = _names_in(self.engine)
         with memory_returned():
             if settle_structure(self.engine, first_run, lambda: self._settle_loss(parts)):
                 self._watch()
+                names = _names_in(self.engine)
             if is_prepared:
                 return
             # An evaluation may come first, and what draws, draws while it trains; the look draws nothing of the training's.
@@ -128,6 +130,7 @@ class FirstBatch(abc.ABC):
                 self.engine.prepare(first_run)
                 if self.draws is not None:
                     self.draws.learn_cut(self.splitter, self._try_term)
+            _refuse_new(self.engine, names)
             self.is_now_prepared()
 
     def _micro_batches(self, batch: Any) -> list[Any]:
@@ -149,6 +152,30 @@ class FirstBatch(abc.ABC):
         self._watch()  # a strategy may have taken parameters out
         while self._waiting:
             self._waiting.pop()()
+
+
+def _names_in(engine: Engine) -> frozenset[str]:
+    return frozenset(name for name, _ in engine.module.named_parameters(remove_duplicate=False))
+
+
+def _refuse_new(engine: Engine, names: Set[str]) -> None:
+    """Refuse, on every rank, parameters that the first forward has made: the optimizer is older, and does not train them.
+
+    Args:
+        engine: The strategy, which has run the model's forward.
+        names: FQNs from before.
+
+    Raises:
+        ApplyError: On every rank: there are others now.
+    """
+    new = sorted(_names_in(engine) - names)
+    found = next(filter(None, engine.everyone.all_gather_json(new, device=engine.device)), None)
+    if found:
+        raise ApplyError(
+            f"the model's first forward makes the parameter '{found[0]}', which was not there when the plan was applied: no "
+            "optimizer would train it",
+            fix="make it in the model's constructor, or run the model once before apply_plan",
+        )
 
 
 def _states_of(engine: Engine) -> dict[str, bool]:

@@ -282,7 +282,7 @@ def run_late_chance(plan: str) -> list[float]:
 
 
 REFUSED = {
-    "replaces_with_its_own": "has given it another parameter 'first.weight'",
+    "replaces_with_its_own": "makes the parameter 'first.weight'",
     "stale_view": "writes into a tensor and then uses another one",
     "other_ways": "its own stage or from an earlier one",
     "penalty": "gradient penalty",

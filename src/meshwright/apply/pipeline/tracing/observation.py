@@ -85,6 +85,7 @@ def _refuse_new_parameters(module: nn.Module, known: Set[nn.Parameter]) -> None:
     name = next((name for name, parameter in module.named_parameters() if parameter not in known), None)
     if name is not None:
         raise ApplyError(
-            f"the model's first forward has given it another parameter '{name}', which neither a stage nor the optimizer has",
-            fix="make it before apply_plan; where a first forward makes it, run the model there once",
+            f"the model's first forward makes the parameter '{name}', which was not there when the plan was applied: neither a "
+            "stage nor the optimizer has it",
+            fix="make it in the model's constructor, or run the model once before apply_plan",
         )
