@@ -165,6 +165,7 @@ def test_trials_put_back_what_a_backward_hook_of_a_layer_counts() -> None:
         ("Base", "Annealed", "variable 'Annealed.calls'"),
         ("CountedHook", "pairs", "variable 'COUNTS'"),
         ("DrawnKept", "pairs", "attribute 'kept'"),
+        ("CountedApart", "pairs", "attribute 'iterator', variable 'Counts.calls', attribute 'array'"),
     ],
 )
 @pytest.mark.parametrize("line", ["single,micro_batches=2", "dp=2,micro_batches=2"])

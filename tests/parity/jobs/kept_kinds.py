@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -211,6 +212,26 @@ class Counted(Base):
     def change(self, h: Tensor) -> Tensor:
         self.kept += 1
         return h / self.kept
+
+
+class CountedApart(Base):
+    """Counts of calls in a NumPy array, an object and an iterator, by which the results are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array, self.counts, self.iterator = np.zeros(2), Counts(), iter(range(1000))
+
+    def change(self, h: Tensor) -> Tensor:
+        self.array += 1
+        self.counts.calls += 1
+        return h * (1 + 0.01 * (float(self.array[0]) + self.counts.calls + next(self.iterator)))
+
+
+class Counts:
+    """A number of calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
 
 
 class DrawnKept(KeptTensor):

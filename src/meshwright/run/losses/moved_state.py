@@ -7,10 +7,13 @@ them than on one device. What code sets without reading it (the last loss, a lis
 from __future__ import annotations
 
 import dis
+import itertools
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from meshwright.apply.state.attributes import is_object
@@ -54,10 +57,19 @@ class MovedState:
             for name in sorted(vars(child).keys() & self._moved):
                 text = text_of(vars(child)[name])
                 texts |= {} if text is None else {f"attribute '{path}.{name}'" if path else f"attribute '{name}'": text}
+        for path, child in self._modules:
+            for name, value in vars(child).items():
+                if isinstance(value, Iterator) and (text := _place_of(value)) is not None:
+                    texts[f"attribute '{path}.{name}'" if path else f"attribute '{name}'"] = text
         for outside in self._outsides if names else ():
             variables = outside.variables()
             rows = [(name, label, value) for name, label, value in variables if name in names]
-            for owner in [*outside.objects(), *(value for *_, value in variables if is_object(value))]:
+            kept = (
+                (value for _, child in self._modules for value in vars(child).values())
+                if outside is self._outsides[0]
+                else ()
+            )
+            for owner in [*outside.objects(), *filter(is_object, (*(value for *_, value in variables), *kept))]:
                 held: Mapping[str, Any] = getattr(owner, "__dict__", {})
                 kind = type(owner).__name__
                 rows += [(name, f"{kind}.{name}", held[name]) for name in sorted(held.keys() & names)]
@@ -78,11 +90,22 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, Tensor):
         is_read = value.numel() <= _MOST_NUMBERS and type(value) is Tensor and not value.is_meta
         return repr(float(value.detach().abs().double().sum())) if is_read else None
+    if isinstance(value, np.ndarray):
+        is_read = value.size <= _MOST_NUMBERS and value.dtype.kind in "biufc"
+        return repr(float(np.abs(value).sum())) if is_read else None
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list) and len(value) <= _MOST_ENTRIES:
         return repr([item if isinstance(item, _COUNTS) else text_of(item) for item in value])
     return None
+
+
+def _place_of(iterator: Iterator[Any]) -> str | None:
+    """Return where an iterator stands, without moving it; None where it does not tell."""
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    left = operator.length_hint(iterator, -1)
+    return None if left < 0 else f"{left} left"
 
 
 def moved_in(code: types.CodeType) -> Iterator[str]:
