@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -270,6 +271,7 @@ class _Attempts:
                 f"{where} needs values ({reason}), and the example batch has shapes alone",
                 fix="give an example batch with values",
             ) from why
+        module: nn.Module | None = None
         try:
             with _untouched(self._build_model), torch.random.fork_rng(devices=[]):
                 module = (
@@ -280,11 +282,15 @@ class _Attempts:
                 batch = map_tensors(self._batch, lambda tensor: tensor.detach().clone())
                 seen = self._record(module, batch, constants=False)
         except Exception as error:
+            ran = "the loss" if self._where == "loss" else "the model's code"
+            what = "the code that builds the model" if module is None else ran
             raise UserCodeError(
-                f"the model's code raised {type(error).__name__}: {error}",
+                f"{what} raised {type(error).__name__}: {textwrap.shorten(str(error), 400)}",
                 rank=0,
                 traceback_text=traceback.format_exc(),
-                fix="make the model run in one plain process with the example batch, then describe it",
+                fix="call it in one plain process first; in a configuration model.kwargs are its arguments"
+                if module is None
+                else "make the model run in one plain process with the example batch, then describe it",
             ) from error
         seen.samples = Samples(count=self._num_samples, own=self._num_samples, tells=False)
         seen.notes.append(

@@ -21,6 +21,14 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
 }
 """Name of other tools for a degree -> the keys that it is written with here."""
 
+_NAMES_OF_OTHERS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("ddp", "dp"), "distributed"),
+    **dict.fromkeys(("fsdp", "fsdp2"), "zero3"),
+    "tp": "tensor",
+    "pp": "pipeline",
+}
+"""Word that stands for a plan elsewhere -> the preset that means it here."""
+
 
 def _parse_int(text: str) -> int:
     if re.fullmatch(r"[+-]?[0-9]{1,18}", text) is None:
@@ -184,8 +192,12 @@ def _meant_preset(word: str) -> str:
     """Return what a word without a value stands for; "" where that cannot be known."""
     if word in PRESETS:
         return word
-    degree = re.fullmatch(rf"({'|'.join(_DEGREES)}|zero)([0-9]{{1,9}})", word)
-    return f"{degree[1]}={degree[2]}" if degree else closest_word(word, PRESETS) or ""
+    degree = re.fullmatch(rf"({'|'.join(_DEGREES)}|zero)[ :]?([0-9]{{1,9}})", word)
+    return (
+        f"{degree[1]}={degree[2]}"
+        if degree
+        else _NAMES_OF_OTHERS.get(word.lower()) or closest_word(word, PRESETS) or ""
+    )
 
 
 def _meant_key(key: str, value: str) -> str:

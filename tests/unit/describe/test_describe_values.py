@@ -7,6 +7,7 @@ import ctypes
 import functools
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +73,20 @@ def test_the_users_own_error_is_shown() -> None:
     with pytest.raises(mw.UserCodeError, match="RuntimeError") as caught:
         describe_model(Broken, floats_of(2, 8))
     assert "forward" in caught.value.traceback_text
+
+
+def test_errors_of_building_and_of_the_loss_are_told_apart_and_short() -> None:
+    def build() -> nn.Module:
+        return nn.Linear(8)  # pyright: ignore[reportCallIssue]
+
+    def loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        raise KeyError(str(outputs.tolist()) * 100)
+
+    with pytest.raises(mw.UserCodeError, match=r"builds the model raised TypeError(?s:.*)fix: .*model\.kwargs"):
+        describe_model(build, floats_of(2, 8))
+    with pytest.raises(mw.UserCodeError, match="the loss raised KeyError") as caught:
+        describe_model(lambda: nn.Linear(8, 8), (floats_of(2, 8)[0], torch.zeros(2)), loss_fn=loss)
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,8 @@ def test_restarts_without_checkpoints_are_a_warning(folder):
 
 def test_batch_smaller_than_the_plan_and_its_fix(folder):
     with pytest.raises(
-        ConfigError, match=r"train\.global_batch_size = 8 under the plan 'dp=4,micro_batches=3'"
+        ConfigError,
+        match=r"train\.global_batch_size = 8 under the plan 'dp=4,micro_batches=3'.*dp x micro_batches = 4 x 3 = 12",
     ) as caught:
         load(folder, plan="dp=4,micro_batches=3")
     fix = caught.value.fix.removeprefix("--set ")

@@ -220,7 +220,7 @@ def _check_sizes(config: TrainConfig) -> None:
     train, plan = config.train, config.plan
     pieces = plan.num_shares * plan.micro_batches
     if train.global_batch_size < pieces:
-        shares = f"dp x micro_batches = {plan.dp} x" if plan.batch == "split" else "micro_batches ="
+        shares = "micro_batches =" if plan.batch == "whole" else f"dp x micro_batches = {plan.num_shares} x"
         raise ConfigError(
             f"train.global_batch_size = {train.global_batch_size} under the plan '{plan}' (rule: at least {shares} "
             f"{plan.micro_batches} = {pieces} samples, one for each piece)",
