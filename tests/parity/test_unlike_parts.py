@@ -49,6 +49,18 @@ def test_a_function_between_layers_may_save_its_result(line: str) -> None:
     _check("chosen", line)
 
 
+@pytest.mark.parametrize("line", ["pp=2", "pp=3,micro_batches=2"])
+def test_distributions_of_a_late_layers_results_are_not_checked_across_stages(line: str) -> None:
+    """Their checks branch on values, which was refused though they decide nothing."""
+    _check("likely", line)
+
+
+def test_a_distribution_that_asks_for_checks_is_refused_across_stages() -> None:
+    for outcome in testing.run_outcomes(jobs.train, 2, "checked", "pp=2"):
+        assert isinstance(outcome.error, mw.ApplyError)
+        assert "reads values between its layers" in str(outcome.error)
+
+
 @pytest.mark.parametrize("line", ["dp=2,zero=3,whole_below=0", "dp=2,zero=3,whole_below=0,recompute=full"])
 def test_parameters_that_a_cell_keeps_in_a_dict_are_there_when_it_runs(line: str) -> None:
     """They read as NaN: only calls of layers, and look-ups by name, gathered them."""

@@ -108,11 +108,31 @@ class Recurrent(nn.Module):
         return self.head(state)
 
 
+class Likely(nn.Module):
+    """A model whose forward makes a distribution of its last layer's results, as a variational autoencoder's decoder does."""
+
+    is_checked: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(SIZE, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = self.head(torch.tanh(self.second(torch.tanh(self.first(x))))).chunk(2, -1)
+        return torch.distributions.Normal(mean, F.softplus(spread), self.is_checked).log_prob(x[:, :3])
+
+
+class Checked(Likely):
+    is_checked = True
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "chosen": Chosen,
     "nodes": Nodes,
     "recurrent": Recurrent,
+    "likely": Likely,
+    "checked": Checked,
 }
 
 
@@ -142,6 +162,8 @@ def train(name: str, line: str) -> tuple[list[float], dict[str, Tensor], tuple[s
     )
     losses = [model.step(mw.split_batch(batch, model)).loss for batch in batches()]
     state, reasons = model.full_state_dict(), tuple(model.plan.reasons)
+    if not torch.distributions.Distribution._validate_args:
+        raise AssertionError("the checks of distributions were left off")
     model.close()
     return losses, state, reasons
 
