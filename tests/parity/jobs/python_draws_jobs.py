@@ -98,6 +98,30 @@ class DoubledTogether(Doubled):
         return np.where(np.random.rand(num) < 0.05, 2.0, 1.0).tolist()
 
 
+class Branches(Doubled):
+    """One number for all samples decides whether each is scaled: in the trials, with `SEED`, none is."""
+
+    def _factors(self, num: int) -> list[float]:
+        return self._of_samples(num) if random.random() < 0.3 else [1.0] * num
+
+    def _of_samples(self, num: int) -> list[float]:
+        return [random.uniform(0.5, 1.5) for _ in range(num)]
+
+
+class BranchesTogether(Branches):
+    """The same by one call for all samples."""
+
+    def _of_samples(self, num: int) -> list[float]:
+        return np.random.rand(num).tolist()
+
+
+class BranchesForAll(Branches):
+    """One number more, by which all samples are scaled."""
+
+    def _of_samples(self, num: int) -> list[float]:
+        return [random.uniform(0.5, 1.5)] * num
+
+
 class _Pair(nn.Module):
     """Two linear layers of a residual block."""
 
@@ -241,6 +265,9 @@ KINDS: dict[str, Any] = {
     "later": Later,
     "doubled": Doubled,
     "doubled together": DoubledTogether,
+    "branches": Branches,
+    "branches together": BranchesTogether,
+    "branches for all": BranchesForAll,
     "layerdrop": LayerDrop,
     "rare_layers": functools.partial(LayerDrop, 0.97),
     "layered": Layered,
