@@ -20,6 +20,7 @@ from meshwright.errors import (
     NonFiniteError,
     PlanError,
     RankNote,
+    StorageError,
     UserCodeError,
     exit_code_of,
     rank_of,
@@ -28,6 +29,8 @@ from meshwright.texts import clean
 from meshwright.train.config.types import TrainConfig
 
 __all__: list[str] = []
+
+_FRAME = '  File "'
 
 
 def guilty_rank(error: BaseException) -> int | None:
@@ -89,12 +92,17 @@ def _without_message(trace: str, error: BaseException) -> str:
     """
     is_answer = isinstance(error, (ConfigError, CheckpointError, MissingDependencyError, NonFiniteError))
     # Of these a fix says that it was foreseen.
-    is_answer |= isinstance(error, (ApplyError, PlanError)) and error.fix is not None
-    own = f'  File "{Path(__file__).parents[1]}{os.sep}'
-    if is_answer and all(line.startswith(own) for line in trace.splitlines() if line.startswith('  File "')):
+    is_answer |= isinstance(error, (ApplyError, PlanError, StorageError)) and error.fix is not None
+    if is_answer and all(map(_is_ours_or_pythons, (line for line in trace.splitlines() if line.startswith(_FRAME)))):
         return ""
     at = trace.rfind(f"\n{type(error).__module__}.{type(error).__qualname__}: ")
     return trace if at < 0 else trace[:at]
+
+
+def _is_ours_or_pythons(frame: str) -> bool:
+    """Tell whether a line of a traceback names a file of this package, or of Python's own library (context managers)."""
+    ours, pythons = (f"{_FRAME}{path}{os.sep}" for path in (Path(__file__).parents[1], Path(os.__file__).parent))
+    return frame.startswith(ours) or (frame.startswith(pythons) and "-packages" not in frame)
 
 
 def one_line(error: BaseException) -> str:

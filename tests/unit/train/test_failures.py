@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright import errors
-from meshwright.errors import ApplyError, ConfigError, LostPeerError, PlanError
+from meshwright.errors import ApplyError, ConfigError, LostPeerError, PlanError, StorageError
 from meshwright.train.config.load import load_config
 from meshwright.train.failures import report_failure
 
@@ -31,12 +32,16 @@ def raised(do: object) -> Exception:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("kind", [ConfigError, ApplyError, PlanError])
+@pytest.mark.parametrize("kind", [ConfigError, ApplyError, PlanError, StorageError])
 def test_an_answer_of_the_library_has_no_traceback_and_stands_once(
     capsys: pytest.CaptureFixture[str], kind: type[ConfigError]
 ) -> None:
     error = kind("run is of other settings:\n  train.seed", fix="put them back", rank=1)
     trace = f"""Traceback (most recent call last):
+  File "{Path(errors.__file__).parent}/train/resume.py", line 80, in refuse_changes
+    with told_of(path, "write"):
+  File "{contextlib.__file__}", line 158, in __exit__
+    self.gen.throw(typ, value, traceback)
   File "{Path(errors.__file__).parent}/train/resume.py", line 80, in refuse_changes
     raise ConfigError(
 {traceback.format_exception_only(error)[0].rstrip()}
