@@ -38,6 +38,8 @@ def test_an_answer_of_the_library_has_no_traceback_and_stands_once(
 ) -> None:
     error = kind("run is of other settings:\n  train.seed", fix="put them back", rank=1)
     trace = f"""Traceback (most recent call last):
+  File "{contextlib.__file__}", line 81, in inner
+    return func(*args, **kwds)
   File "{Path(errors.__file__).parent}/train/resume.py", line 80, in refuse_changes
     with told_of(path, "write"):
   File "{contextlib.__file__}", line 158, in __exit__
