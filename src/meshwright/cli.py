@@ -176,8 +176,10 @@ def plan(
     for name, value in (("devices", devices), ("refine", refine or None)):
         _refuse(value is not None, f"--{name}", "for a TOML file of a training alone")
     if cluster is None or global_batch is None:
-        missing = "--cluster" if cluster is None else "--global-batch"
-        raise typer.BadParameter(f"missing for '{model}': only a TOML file says it itself", param_hint=missing)
+        missing, example = ("--cluster", "8xh100-sxm") if cluster is None else ("--global-batch", "64")
+        raise typer.BadParameter(
+            f"missing for '{model}', as in {missing} {example} (a configuration says it itself)", param_hint=missing
+        )
     if ":" not in model and not strategies:
         show_plans(
             *(model, cluster, global_batch),
