@@ -220,9 +220,7 @@ class StandIn(WrapperTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is torch.ops.aten.detach.default
-        ):  # autograd, of a result that a user's autograd.Function saves for backward
+        if func is torch.ops.aten.detach.default:  # an autograd.Function between stages saves its result
             return StandIn(dataclasses.replace(Meta.of(args[0]), requires_grad=False))
         raise StrayValueError(str(func))
 
