@@ -269,3 +269,19 @@ def test_what_every_rank_changes_inside_is_no_difference(act: str) -> None:
 
 def test_a_log_in_what_code_reads_is_told_a_few_times_alone() -> None:
     assert testing.run_ranks(inside_jobs.growing, 2, 40) == [20, 20]
+
+
+# Trials of a first batch came before batches were compared: raw errors of torch, or of an exchange of other sizes.
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+@pytest.mark.parametrize("act", list(jobs.FIRST))
+def test_another_form_of_the_first_batch_on_one_rank_is_refused_by_name(plan: str, act: str) -> None:
+    told = _same(jobs.first_form, plan, act)
+    assert told["kind"] == "ApplyError"
+    assert "ranks [0, 1] share the model's layers and must step on the same share of the batch" in told["text"]
+
+
+def test_a_parameter_that_one_rank_deletes_is_named_and_the_plan_can_be_read_after_it() -> None:
+    for told in testing.run_ranks(jobs.deleted, 2, "tp=2"):
+        assert told["kind"] == "ApplyError"
+        assert "'blocks.0.up.bias' was" in told["text"]
+        assert told["plan"] == "tp=2"

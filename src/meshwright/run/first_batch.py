@@ -59,7 +59,7 @@ class FirstBatch(abc.ABC):
     def prepare(self, batch: Any) -> None:
         """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
         with self.engine.at_work():
-            self._ready(batch)
+            self._ready(batch, is_example=True)
 
     def when_prepared(self, run: Callable[[], None]) -> None:
         """Run something once the strategy has looked at its first batch."""
@@ -81,8 +81,10 @@ class FirstBatch(abc.ABC):
             refuse_switched(everyone, engine.device, switched, lambda: _states_of(engine))
         self.sentinels.compare_early()
 
-    def _ready(self, batch: Any, *, evaluates: bool = False) -> tuple[Any, list[Any]]:
+    def _ready(self, batch: Any, *, evaluates: bool = False, is_example: bool = False) -> tuple[Any, list[Any]]:
         """Return the batch that this rank takes, and its micro-batches, once the strategy has looked at a first one."""
+        if not (is_example or self._has_looked):
+            self.sentinels.compare_first(batch)
         batch = self._shares.of_step(batch)
         parts = self._micro_batches(batch)
         try:

@@ -208,3 +208,32 @@ def own_loop(plan: str, act: str, kind: type[Net] = Net) -> dict[str, Any]:
         return losses
 
     return _told(run)
+
+
+FIRST: dict[str, Callable[[Any, Tensor], Any]] = {
+    "rows": lambda inputs, labels: ({**inputs, "x": torch.cat([inputs["x"]] * 2)}, torch.cat([labels] * 2)),
+    "dtype": lambda inputs, labels: ({**inputs, "x": inputs["x"].double()}, labels),
+    "keys": lambda inputs, labels: ({**inputs, "more": inputs["x"]}, labels),
+    "none": lambda inputs, labels: None,
+}
+
+
+def first_form(plan: str, act: str) -> dict[str, Any]:
+    """Step on a first batch that has another form on one rank."""
+
+    def run() -> list[float]:
+        with mw.apply_plan(functools.partial(build, Net), plan, loss_fn=_loss, optimizer=ADAM, seed=3) as model:
+            share = mw.split_batch(batch(0), model)
+            return [model.step(FIRST[act](*share) if mw.current_world().rank == FAULTY else share).loss]
+
+    return _told(run)
+
+
+def deleted(plan: str) -> dict[str, Any]:
+    """Delete a parameter on one rank between two steps, and read the plan afterwards."""
+    with mw.apply_plan(functools.partial(build, Net), plan, loss_fn=_loss, optimizer=ADAM, seed=3) as model:
+        model.step(mw.split_batch(batch(0), model))
+        if mw.current_world().rank == FAULTY:
+            del model.module.get_submodule("blocks.0.up").bias
+        told = _told(lambda: [model.step(mw.split_batch(batch(1), model)).loss])
+        return told | {"plan": str(model.plan)}

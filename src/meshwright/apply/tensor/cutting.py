@@ -116,7 +116,11 @@ class Cutting:
 
     def layouts_by_id(self) -> dict[int, list[ShardLayout]]:
         """Return every rank's layout by the id of the parameter or buffer that is cut now; it may have several names."""
-        return {id(find_tensor(self.module, name)): layouts for name, layouts in self.layouts.items()}
+        found: dict[int, list[ShardLayout]] = {}
+        for name, layouts in self.layouts.items():
+            with contextlib.suppress(KeyError, AttributeError):  # a script has deleted it, which its next step refuses
+                found[id(find_tensor(self.module, name))] = layouts
+        return found
 
     def own_blocks(self) -> dict[str, ShardLayout]:
         """Return this rank's block of each parameter and buffer that is cut, by each of its names."""

@@ -38,6 +38,20 @@ def warn_of_equal_shares(group: Communicator, mesh: MeshSpec, batch: Any, device
             )
 
 
+def refuse_other_forms(
+    group: Communicator, mesh: MeshSpec, axes: Sequence[str], batch: Any, device: torch.device
+) -> None:
+    """Raise ApplyError on every rank where ranks that take the same samples bring first batches of other forms.
+
+    The trials of a first batch come before steps compare batches, and ranks would go different ways in them. Args as for
+    `raise_different_batches`; every rank calls it.
+    """
+    form = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(batch)]
+    told = group.all_gather_json(None if batch is None else form, device=device)
+    if any(told[rank] != told[circle.ranks[0]] for circle in circles_of(mesh, *axes) for rank in circle.ranks):
+        raise_different_batches(group, mesh, axes, batch, device)
+
+
 def raise_different_batches(
     group: Communicator, mesh: MeshSpec, axes: Sequence[str], batch: Any, device: torch.device
 ) -> None:

@@ -32,7 +32,7 @@ from meshwright.run.agreement import Saying
 from meshwright.run.diagnose import RandomState
 from meshwright.run.sentinels import settings
 from meshwright.run.sentinels.apart import ApartWatch, refuse_written_apart
-from meshwright.run.sentinels.batch_check import raise_different_batches, warn_of_equal_shares
+from meshwright.run.sentinels.batch_check import raise_different_batches, refuse_other_forms, warn_of_equal_shares
 from meshwright.run.sentinels.batch_forms import FormWatch
 from meshwright.run.sentinels.between import SettingsWatch
 from meshwright.run.sentinels.circles import Circle
@@ -311,6 +311,11 @@ class Sentinels:
         """Compare what a script has set since the plan was applied; every rank calls it, before a first batch is looked at."""
         if self.is_watching:
             self._early += self._settings.compare_early()
+
+    def compare_first(self, batch: Any) -> None:
+        """Refuse a first batch that has another form on ranks that must take the same; every rank calls it."""
+        if self.is_watching and not self._sharing.is_alone:
+            refuse_other_forms(self._engine.everyone, self._mesh, self._batch_axes, batch, self._engine.device)
 
     def begin_own_forward(self) -> None:
         """Remember what a script has set on modules, which a forward of its own may set, too."""
