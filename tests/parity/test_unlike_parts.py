@@ -50,15 +50,17 @@ def test_a_function_between_layers_may_save_its_result(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["pp=2", "pp=3,micro_batches=2"])
-def test_distributions_of_a_late_layers_results_are_not_checked_across_stages(line: str) -> None:
+@pytest.mark.parametrize("name", ["likely", "checked"])
+def test_distributions_of_a_late_layers_results_are_checked_where_they_are(name: str, line: str) -> None:
     """Their checks branch on values, which was refused though they decide nothing."""
-    _check("likely", line)
+    _check(name, line)
 
 
-def test_a_distribution_that_asks_for_checks_is_refused_across_stages() -> None:
-    for outcome in testing.run_outcomes(jobs.train, 2, "checked", "pp=2"):
-        assert isinstance(outcome.error, mw.ApplyError)
-        assert "reads values between its layers" in str(outcome.error)
+@pytest.mark.parametrize("line", ["single", "pp=2"])
+def test_a_distribution_that_is_not_valid_is_an_error_under_pipelines_too(line: str) -> None:
+    outcomes = testing.run_outcomes(jobs.train, mw.Plan.parse(line).num_ranks, "invalid", line)
+    assert any("to satisfy the constraint" in str(outcome.error) for outcome in outcomes)
+    assert all(outcome.error is not None for outcome in outcomes)
 
 
 @pytest.mark.parametrize("line", ["dp=2,zero=3,whole_below=0", "dp=2,zero=3,whole_below=0,recompute=full"])

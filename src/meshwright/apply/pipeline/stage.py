@@ -18,7 +18,6 @@ from meshwright.apply.pipeline.ownership.settled import Buffers
 from meshwright.apply.pipeline.p2p import Mail, Post, Route, other_way
 from meshwright.apply.pipeline.split_backward import Rest, SplitBackward, run_rest
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
-from meshwright.apply.pipeline.walking.argument_checks import without_argument_checks
 from meshwright.apply.pipeline.walking.counters import Counters
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.later_writes import LaterWrites
@@ -122,7 +121,7 @@ class Stage:
         self._under_way.walk = walk
         try:
             between, halves = self._draws.between_layers(micro_batch, self.index), split or contextlib.nullcontext()
-            with scripts_in_python(), without_argument_checks(), between, halves, walk:
+            with scripts_in_python(), between, halves, walk:
                 result = run(self._module)
         except ReadsValueError:
             if not walk.owes_nothing_to_the_loss:

@@ -15,7 +15,6 @@ from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.observer import ForwardObserver
 from meshwright.apply.pipeline.tracing.scene import Scene
 from meshwright.apply.pipeline.tracing.stage_map import with_one_opened
-from meshwright.apply.pipeline.walking.argument_checks import without_argument_checks
 from meshwright.apply.pipeline.walking.told_results import Judged
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
@@ -73,14 +72,7 @@ def _observe_units(
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: Judged) -> Flow:
     observer, known = ForwardObserver(module, units), set(module.parameters())
     try:
-        with (
-            scripts_in_python(),
-            without_argument_checks(),
-            torch.enable_grad(),
-            observer.attached(),
-            observer.counter,
-            observer,
-        ):
+        with scripts_in_python(), torch.enable_grad(), observer.attached(), observer.counter, observer:
             run(module)
         _refuse_new_parameters(module, known)
         # What layers compute grows with the samples, what their parameters cost does not.

@@ -27,6 +27,7 @@ from meshwright.apply.pipeline.tracing.reads import read_tensors
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_state import SharedState
 from meshwright.apply.pipeline.tracing.stage_map import latest_of
+from meshwright.apply.pipeline.walking.argument_checks import is_check, is_valid
 from meshwright.apply.pipeline.walking.stand_ins import (
     ATTRIBUTE,
     StageValue,
@@ -239,6 +240,8 @@ class ForwardObserver(TorchFunctionMode):
             found = differentiated_by(func, args, kwargs)
             if not found or any(value is None or value.owner is not self for value in found):
                 raise gradient_refusal(func)  # whether all is on one stage, is known once stages are
+        if is_check(func):
+            return is_valid(func, *args, **kwargs)
         result = func(*args, **kwargs)
         if func in METADATA or func == _GRAD_FN:
             if func is Tensor.__repr__:

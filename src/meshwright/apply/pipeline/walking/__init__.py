@@ -15,7 +15,7 @@ other_answers    other numbers where the code of a call reads made-up ones
 remembered       a call of another stage: its results and its writes
 told_results     layers whose results hold what values decide, beside numbers in tensors
 written          tensors that a layer leaves beside its results
-argument_checks  checks of distributions, which would read values
+argument_checks  checks of distributions, answered where their values are
 inside_functions  layers that an autograd.Function calls
 own_state        state of the code between layers, on a rank with several stages
 stage_hooks      hooks that forwards register, on such a rank

@@ -1,25 +1,32 @@
-"""Checks of arguments by torch.distributions, which read values that most stages do not have."""
+"""Checks of arguments by torch.distributions, which branch on values that most stages do not have."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
-from torch.distributions import Distribution
+from meshwright._torch_private import FakeTensor, without_function_modes
+from meshwright.apply.pipeline.walking.stand_ins import StandIn
 
 __all__: list[str] = []
 
+_ASKS = "_is_all_true"
+"""The function by which a distribution asks whether its arguments are valid: it raises ValueError where they are not."""
 
-@contextlib.contextmanager
-def without_argument_checks() -> Iterator[None]:
-    """Turn torch's checks of distributions off in the context, where nobody asks for them: they decide nothing.
 
-    A branch on values of a late layer is refused, and `if not valid.all(): raise` is one. What is not valid gives NaN, which
-    every step looks for. A distribution made with `validate_args=True` is still checked.
+def is_check(func: Callable[..., Any]) -> bool:
+    """Tell whether a torch function is such a question, which decides nothing but an error."""
+    return getattr(func, "__name__", "") == _ASKS
+
+
+def is_valid(func: Callable[..., Any], values: Any) -> bool:
+    """Answer such a question: by the values on the stage that has them, which raises as one device does; yes on the others.
+
+    Args:
+        func: What asks.
+        values: What is true of each valid number.
     """
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+    if isinstance(values, (StandIn, FakeTensor)):
+        return True
+    with without_function_modes():
+        return bool(func(values))

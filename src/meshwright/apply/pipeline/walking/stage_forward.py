@@ -41,6 +41,7 @@ from meshwright.apply.pipeline.tracing.scene import (
     tensors_of_call,
 )
 from meshwright.apply.pipeline.tracing.stage_map import StageMap, latest_of
+from meshwright.apply.pipeline.walking.argument_checks import is_check, is_valid
 from meshwright.apply.pipeline.walking.bookkeeping import Bookkeeping
 from meshwright.apply.pipeline.walking.draws import Draws
 from meshwright.apply.pipeline.walking.inside_functions import refuse_inside_function
@@ -310,6 +311,8 @@ class StageForward(Bookkeeping):
         kwargs = kwargs or {}
         if self.is_paused or func in METADATA:
             return func(*args, **kwargs)
+        if is_check(func):
+            return is_valid(func, *args, **kwargs)
         if not (self._way.is_over or self._way.in_hook):
             self._later_writes.refuse_written((args, kwargs))
         values = self._own_values(args, kwargs)
