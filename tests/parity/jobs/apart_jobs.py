@@ -212,7 +212,7 @@ def own_loop(plan: str, act: str, kind: type[Net] = Net) -> dict[str, Any]:
 
 FIRST: dict[str, Callable[[Any, Tensor], Any]] = {
     "rows": lambda inputs, labels: ({**inputs, "x": torch.cat([inputs["x"]] * 2)}, torch.cat([labels] * 2)),
-    "dtype": lambda inputs, labels: ({**inputs, "x": inputs["x"].double()}, labels),
+    "dtype": lambda inputs, labels: ({**inputs, "x": inputs["x"].to(torch.complex64)}, labels),
     "keys": lambda inputs, labels: ({**inputs, "more": inputs["x"]}, labels),
     "none": lambda inputs, labels: None,
 }
@@ -234,6 +234,8 @@ def deleted(plan: str) -> dict[str, Any]:
     with mw.apply_plan(functools.partial(build, Net), plan, loss_fn=_loss, optimizer=ADAM, seed=3) as model:
         model.step(mw.split_batch(batch(0), model))
         if mw.current_world().rank == FAULTY:
-            del model.module.get_submodule("blocks.0.up").bias
+            up: Any = model.module.get_submodule("blocks.0.up")
+            del up.bias
+            up.bias = None
         told = _told(lambda: [model.step(mw.split_batch(batch(1), model)).loss])
         return told | {"plan": str(model.plan)}
