@@ -335,7 +335,10 @@ class Cutting:
     def fill_with_nan(self) -> None:
         """Restore the full shape of what was cut, filled with NaN: other ranks hold the values."""
         for name, layouts in self.layouts.items():
-            tensor = find_tensor(self.module, name)
+            try:
+                tensor = find_tensor(self.module, name)
+            except (KeyError, AttributeError):  # a script has deleted it
+                continue
             tensor.grad = None
             tensor.data = tensor.data.new_full(layouts[0].shape, torch.nan)
 
