@@ -31,7 +31,7 @@ def assert_one_device_s(found: dict[str, Any], kind: str, change: str = "") -> N
         torch.testing.assert_close(found["state"][name], value, rtol=FLOAT64, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", ["Contrast", "Centred", "Noisy"])
+@pytest.mark.parametrize("kind", ["Contrast", "Normed", "Centred", "Noisy"])
 @pytest.mark.parametrize("line", PLANS)
 def test_is_one_device_s(line: str, kind: str) -> None:
     num_shares = int(line[3])

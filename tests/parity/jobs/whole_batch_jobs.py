@@ -32,6 +32,15 @@ class Contrast(nn.Module):
         return {"loss": F.cross_entropy(scores, torch.arange(len(scores), device=scores.device)), "left": left}
 
 
+class Normed(Contrast):
+    """The same with norms that keep no statistics: without training, too, they normalise over a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for tower in (self.left, self.right):
+            tower[1] = nn.Sequential(nn.BatchNorm1d(16, track_running_stats=False), nn.ReLU())
+
+
 class Centred(nn.Module):
     """A norm, draws that no place decides, and an order of samples drawn among all of them."""
 
@@ -145,7 +154,7 @@ class Counted(nn.Module):
 
 
 KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Contrast, Centred, Noisy, OwnBackward, Paired, Balanced, Nudged, Counted)
+    kind.__name__: kind for kind in (Contrast, Normed, Centred, Noisy, OwnBackward, Paired, Balanced, Nudged, Counted)
 }
 KINDS |= {way: functools.partial(Compared, way) for way in ("rolled", "mined", "whitened")}
 

@@ -145,7 +145,8 @@ def run_trial(
         has_graph: Whether code may take gradients inside.
     """
     batch, then = _own_batches(trial)
-    with undisturbed(module, device), widened(module, trial.is_wide):
+    norms = _statistics_lent(module) if trial.evaluates else contextlib.nullcontext()
+    with undisturbed(module, device), widened(module, trial.is_wide), norms:
         if trial.evaluates:
             set_eval_flags(module)
         elif trial.draws is not None and not module.training:
@@ -212,6 +213,23 @@ def run_trial(
             slopes=slopes,
             is_coarse=watch.is_coarse,
         )
+
+
+@contextlib.contextmanager
+def _statistics_lent(module: nn.Module) -> Iterator[None]:
+    """Give norms without running statistics those of a new norm, so that an evaluation does not normalise over its batch.
+
+    What a loss does with samples does not depend on the scale of what it is given.
+    """
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    norms = [m for m in module.modules() if isinstance(m, _BATCH_NORMS) and m.running_mean is None and m.num_features]
+    for norm in norms:
+        norm.running_mean, norm.running_var = like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.running_mean = norm.running_var = None
 
 
 def _without_checkpoints() -> contextlib.AbstractContextManager[None]:
