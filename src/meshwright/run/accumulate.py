@@ -55,7 +55,7 @@ class GradientAccumulation:
         if plan is not None:
             raise ApplyError(
                 f"GradientAccumulation was given a model under the plan '{plan}', whose gradients are summed over its devices "
-                "in model.step() alone",
+                "in model.step() and model.backward() alone",
                 fix=f"add micro_batches={accumulation_steps} to the plan and call model.step(batch), or call "
                 "model.backward(loss) several times before model.optimizer.step()",
             )
