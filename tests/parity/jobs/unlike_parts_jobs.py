@@ -129,8 +129,8 @@ class Checked(Likely):
     is_checked = True
 
 
-class Invalid(Likely):
-    """Its scales are below 0, and its likelihoods finite where nobody looks."""
+class Invalid(Checked):
+    """Its scales are below 0. It asks for checks: torch.compile turns those off that nobody has asked for."""
 
     def scale(self, spread: Tensor) -> Tensor:
         return -F.softplus(spread)

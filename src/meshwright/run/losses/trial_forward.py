@@ -221,7 +221,9 @@ def _statistics_lent(module: nn.Module) -> Iterator[None]:
 
     What a loss does with samples does not depend on the scale of what it is given.
     """
-    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    # Under ZeRO-3 look-ups by name gather what is asked for, and other ranks may run no trial.
+    held = (p for child in module.modules() for p in dict.values(child._parameters))
+    like = next((p for p in held if p is not None and p.is_floating_point()), torch.empty(0))
     norms = [m for m in module.modules() if isinstance(m, _BATCH_NORMS) and m.running_mean is None and m.num_features]
     for norm in norms:
         norm.running_mean, norm.running_var = like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
