@@ -50,7 +50,7 @@ def test_a_function_between_layers_may_save_its_result(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["pp=2", "pp=3,micro_batches=2"])
-@pytest.mark.parametrize("name", ["likely", "checked"])
+@pytest.mark.parametrize("name", ["likely", "checked", "correlated"])
 def test_distributions_of_a_late_layers_results_are_checked_where_they_are(name: str, line: str) -> None:
     """Their checks branch on values, which was refused though they decide nothing."""
     _check(name, line)
@@ -67,6 +67,12 @@ def test_a_distribution_that_is_not_valid_is_an_error_under_pipelines_too(line: 
 def test_parameters_that_a_cell_keeps_in_a_dict_are_there_when_it_runs(line: str) -> None:
     """They read as NaN: only calls of layers, and look-ups by name, gathered them."""
     _check("recurrent", line)
+
+
+@pytest.mark.parametrize("line", ["tp=2", "dp=2,tp=2", "dp=2,zero=3,whole_below=0"])
+def test_parameters_that_layers_keep_in_containers_are_whole_where_a_cut_layer_runs_whole(line: str) -> None:
+    """The containers had the parts then, so that the sentinel called right numbers corrupt."""
+    _check("held", line)
 
 
 @pytest.mark.timeout(120)

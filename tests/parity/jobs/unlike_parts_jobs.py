@@ -108,6 +108,32 @@ class Recurrent(nn.Module):
         return self.head(state)
 
 
+class Held(nn.Module):
+    """Layers that read their parameters in a list, in a tuple and in a dict of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers, self.head = nn.Linear(SIZE, 8), nn.ModuleList(map(_Holder, range(3))), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class _Holder(nn.Module):
+    def __init__(self, kind: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8) * 0.3), nn.Parameter(torch.ones(8))
+        pair = self.weight, self.bias
+        self.held: Any = [[*pair], pair, {"pair": [pair]}][kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.held["pair"][0] if isinstance(self.held, dict) else self.held
+        return F.linear(x, weight, bias)
+
+
 class Likely(nn.Module):
     """A model whose forward makes a distribution of its last layer's results, as a variational autoencoder's decoder does."""
 
@@ -131,6 +157,18 @@ class Checked(Likely):
 
 class Invalid(Checked):
     """Its scales are below 0. It asks for checks: torch.compile turns those off that nobody has asked for."""
+class Correlated(Likely):
+    """Numbers that vary together: whether their covariances are symmetric is looked at before they are factorized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = self.head(torch.tanh(self.second(torch.tanh(self.first(x))))).unflatten(-1, (2, 3))
+        covariances = root @ root.mT + torch.eye(2, dtype=x.dtype)
+        chances = torch.distributions.MultivariateNormal(root[..., 0], covariances).log_prob(x[:, :2])
+        return root.sum(1) * chances[:, None]
+
+
+class Invalid(Likely):
+    """Its scales are below 0, and its likelihoods finite where nobody looks."""
 
     def scale(self, spread: Tensor) -> Tensor:
         return -F.softplus(spread)
@@ -141,8 +179,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "chosen": Chosen,
     "nodes": Nodes,
     "recurrent": Recurrent,
+    "held": Held,
     "likely": Likely,
     "checked": Checked,
+    "correlated": Correlated,
     "invalid": Invalid,
 }
 

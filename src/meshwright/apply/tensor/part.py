@@ -225,7 +225,7 @@ class Part:
                 region.is_whole = True
             # A checkpoint inside would repeat its forward in backward, after these changes are undone.
             with (
-                replaced_tensors(self.module, values, self._take_buffer),
+                replaced_tensors(self.module, values, self._take_buffer, in_containers=True),
                 PlainCheckpoints(lambda: True, lambda _: None),
                 cached_weights_of("whole"),
             ):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,8 +38,7 @@ def stored_forward(original: Callable[..., Any], running: RunningRegion) -> Call
                 layouts = [cut.layout(tuple(shape), own.num_units, len(ranks), rank) for rank in ranks]
                 values[name] = gather_parameter(part, layouts, running.group)
         writes = LostWrites(self, values, is_first=id(self) not in seen)
-        parts = {id(self.get_parameter(name)): value for name, value in values.items()}
-        with replaced_tensors(self, values), _replaced_in_lists(self, parts):
+        with replaced_tensors(self, values, in_containers=True):
             outputs = original(self, *args, **kwargs)
             writes.refuse(running.region.scope)
         seen.add(id(self))
@@ -58,20 +56,3 @@ def forget_graphs(module: nn.Module) -> None:
         for key, value in vars(child).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 vars(child)[key] = value.detach()
-
-
-@contextlib.contextmanager
-def _replaced_in_lists(module: nn.Module, whole: Mapping[int, Tensor]) -> Iterator[None]:
-    """Use whole tensors in lists that modules keep of their parameters, as torch's recurrences do."""
-    found: list[tuple[dict[str, Any], str, list[Any]]] = []
-    for child in module.modules():
-        for key, value in vars(child).items():
-            if type(value) is list and any(id(item) in whole for item in value):
-                found.append((vars(child), key, value))
-    try:
-        for attributes, key, value in found:
-            attributes[key] = [whole.get(id(item), item) for item in value]
-        yield
-    finally:
-        for attributes, key, value in found:
-            attributes[key] = value

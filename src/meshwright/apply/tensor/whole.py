@@ -15,6 +15,8 @@ from meshwright.layout import ShardLayout
 
 __all__: list[str] = []
 
+_TABLES = frozenset(vars(nn.Module()))
+
 
 def assign_values(tensor: Tensor, values: Tensor) -> None:
     """Give a leaf other values of another shape, as `tensor.data = values` does, even while a graph reaches it.
@@ -76,6 +78,8 @@ def replaced_tensors(
     module: nn.Module,
     values: Mapping[str, Tensor | None],
     take: Callable[[str, Tensor, Tensor], None] | None = None,
+    *,
+    in_containers: bool = False,
 ) -> Iterator[None]:
     """Use other tensors in place of a module's parameters and buffers inside the context.
 
@@ -83,6 +87,7 @@ def replaced_tensors(
         module: The module.
         values: FQN, from the module on -> the tensor; None hides it.
         take: Called afterwards with the name of each buffer, the tensor that is in its place by then, and the buffer.
+        in_containers: Whether modules' own lists, tuples and dicts of parameters have them, too (torch's recurrences keep one).
     """
     slots: list[tuple[dict[str, Any], str, Any]] = []
     for name, value in values.items():
@@ -91,8 +96,11 @@ def replaced_tensors(
         slot: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers  # pyright: ignore
         slots.append((slot, own, dict.get(slot, own)))
         slot[own] = value
+    pairs = zip((now for *_, now in slots), values.values(), strict=True)
+    others = {id(now): value for now, value in pairs if now is not None and value is not None}
     try:
-        yield
+        with _replaced_in_containers(module, others) if in_containers else contextlib.nullcontext():
+            yield
         found = [
             (name, dict.get(slot, own), original) for name, (slot, own, original) in zip(values, slots, strict=True)
         ]
@@ -103,3 +111,31 @@ def replaced_tensors(
         if take is None or now is None or original is None or isinstance(original, nn.Parameter):
             continue
         take(name, now, original)
+
+
+@contextlib.contextmanager
+def _replaced_in_containers(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    slots: list[tuple[dict[str, Any], str, Any]] = []
+    for child in module.modules():
+        slots += [(vars(child), key, held) for key, held in vars(child).items() if key not in _TABLES]
+    changed = [(own, key, held, now) for own, key, held in slots if (now := _with_others(held, values)) is not held]
+    try:
+        for own, key, _, now in changed:
+            own[key] = now
+        yield
+    finally:
+        for own, key, held, _ in changed:
+            own[key] = held  # also where an inspection inside has put a copy there
+
+
+def _with_others(held: Any, values: Mapping[int, Tensor], depth: int = 3) -> Any:
+    """Return a copy of a container with other tensors in it; itself where it has none of them. Copies of modules share it."""
+    if not depth or type(held) not in (list, tuple, dict):
+        return held
+    entries: list[Any] = [*held.values()] if type(held) is dict else [*held]
+    others = [values[id(entry)] if id(entry) in values else _with_others(entry, values, depth - 1) for entry in entries]
+    if all(entry is other for entry, other in zip(entries, others, strict=True)):
+        return held
+    if type(held) is dict:
+        return dict(zip(held, others, strict=True))
+    return tuple(others) if type(held) is tuple else others

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from meshwright._torch_private import FakeTensor, without_function_modes
 from meshwright.apply.pipeline.walking.stand_ins import StandIn
 
 __all__: list[str] = []
+
+_CONSTRAINTS = "torch.distributions.constraints"
 
 _ASKS = "_is_all_true"
 """The function by which a distribution asks whether its arguments are valid: it raises ValueError where they are not."""
@@ -16,7 +21,15 @@ _ASKS = "_is_all_true"
 
 def is_check(func: Callable[..., Any]) -> bool:
     """Tell whether a torch function is such a question, which decides nothing but an error."""
-    return getattr(func, "__name__", "") == _ASKS
+    return getattr(func, "__name__", "") == _ASKS or (func is Tensor.__bool__ and _asks_constraint())
+
+
+def _asks_constraint() -> bool:
+    """Tell whether a constraint itself looks at a value: whether a covariance matrix is symmetric, before it is factorized."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == _CONSTRAINTS
 
 
 def is_valid(func: Callable[..., Any], values: Any) -> bool:
