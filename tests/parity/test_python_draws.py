@@ -95,6 +95,17 @@ def test_layers_that_the_first_numbers_leave_out_are_cut_with_others(line: str) 
     assert_like_one_device("layerdrop", line)
 
 
+@pytest.mark.parametrize("loop", ["step", "own"])
+def test_numbers_of_the_steps_of_shorter_batches_are_not_told(loop: str) -> None:
+    assert_like_one_device("steps", "dp=2", loop)
+
+
+def test_a_loop_that_chance_ends_does_so_soon_in_trials() -> None:
+    """All of a trial's numbers may be on one side: 1000 calls of a layer took the first step minutes."""
+    jobs.train("repeats", "single,micro_batches=2")
+    assert jobs.Repeats.most < 200
+
+
 def test_samples_and_steps_have_masks_of_their_own() -> None:
     losses, _, _ = plainly("numpy", "single", "step")
     assert len(set(losses)) == jobs.STEPS

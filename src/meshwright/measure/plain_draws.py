@@ -60,7 +60,7 @@ class PlainDraws:
             self._of[1].learn(enough_samples([batch], splitter), splitter, self._term)
         draws = self._of[1]
         draws.step = step
-        with draws.running("step"), draws.forward("step", first, splitter.count(batch)):
+        with draws.running("step"), draws.forward("step", first, splitter.count(batch), batch=batch):
             yield
 
     def _term(self, outputs: Any, batch: Any) -> LossTerm:

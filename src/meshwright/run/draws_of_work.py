@@ -44,4 +44,4 @@ class DrawsOfWork:
 
     def forward(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Return the context of one forward."""
-        return self._draws.forward(self._kind, micro_batch.first, micro_batch.num_samples)
+        return self._draws.forward(self._kind, micro_batch.first, micro_batch.num_samples, batch=micro_batch.batch)

@@ -16,7 +16,7 @@ from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.names import Names
 from meshwright.apply.randomness.operators import install_operators
 from meshwright.apply.randomness.philox import key_of
-from meshwright.apply.randomness.python_calls import PythonCalls, Site, Turns, turns_of_all, turns_to_rows
+from meshwright.apply.randomness.python_calls import PythonCalls, Site, Turns, lengths_in, turns_of_all, turns_to_rows
 from meshwright.apply.randomness.python_seeding import python_draws, with_calls_seeded
 from meshwright.apply.randomness.row_choices import watch_choices
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, from_rows, of_all_ranks, to_rows
@@ -24,6 +24,7 @@ from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.apply.tensor.guards.part_guard import denials_kept
 from meshwright.describe.batches import BatchSplitter
+from meshwright.run import draw_texts
 from meshwright.run.draw_parts import are_alike
 from meshwright.run.draw_trials import DrawTrials, Trials, Weigh
 from meshwright.run.draws_found import DrawsFound
@@ -34,27 +35,6 @@ from meshwright.run.losses.trial_runs import run_alone, run_together
 __all__: list[str] = []
 
 _MOST_TOLD = 16
-_UNPROVEN = (
-    "rng: parts of the first batch did not give the outputs of the whole with the same random numbers; they may depend on the "
-    "layout"
-)
-_LATE = "a forward drew that drew nothing with the first batch, which is left to torch's generator: each rank draws for itself"
-_OWN_GENERATOR = (
-    "a generator that the model's code keeps (random.Random, numpy.random.Generator, torch.Generator) draws for each rank "
-    "and micro-batch by itself"
-)
-_UNSEEN = (
-    "a forward draws from torch's generator where it cannot be seen (another thread, or code compiled by itself): each rank "
-    "draws for itself"
-)
-_VARIES = (
-    "Python's or NumPy's generator draws more or less often for parts of the first batch, whose outputs do not show why: its "
-    "numbers may depend on the layout"
-)
-_LOOSE = "with other numbers than those of its forward; which ones depends on the plan"
-_UNPROVEN_CUT = (
-    "rng: the cut model did not give the outputs of the whole one with the same random numbers; they may depend on tp"
-)
 
 Term = Callable[[Any, Any], LossTerm]
 
@@ -99,6 +79,7 @@ class GlobalDraws:
         """Whether Python's and NumPy's generators differ for each share and micro-batch."""
         self._turns: dict[Site, Turns] | None = None
         """How often code draws by them, by its place; None: nobody has looked."""
+        self._lengths: list[list[int]] | None = None  # of the share that was tried
         install_operators()
         self._why_torch = why_torch_draws(
             module, num_replicas=engine.num_replicas, shares_layers=len(self._sharers) > 1
@@ -160,7 +141,7 @@ class GlobalDraws:
         if self.is_off:
             return contextlib.nullcontext()
         if not self.has_draws:
-            return self.left(_LATE)
+            return self.left(draw_texts.LATE)
         running = in_step(self.new_step(kind))
         return with_calls_seeded(running) if self._has_loops else running
 
@@ -176,7 +157,7 @@ class GlobalDraws:
             on_unknown=self.tell,
         )
 
-    def left(self, why: str = _LATE) -> contextlib.AbstractContextManager[None]:
+    def left(self, why: str = draw_texts.LATE) -> contextlib.AbstractContextManager[None]:
         """Return a context in which torch's generators draw, and that they do is told."""
         if self.is_off:
             return contextlib.nullcontext()
@@ -193,7 +174,7 @@ class GlobalDraws:
         return f"share {self._engine.share}"
 
     def forward(
-        self, kind: str, first: int, num_samples: int, number: int = 0
+        self, kind: str, first: int, num_samples: int, number: int = 0, *, batch: Any = None
     ) -> contextlib.AbstractContextManager[None]:
         """Return the context of one forward.
 
@@ -202,6 +183,7 @@ class GlobalDraws:
             first: The place of its first sample in the global batch.
             num_samples: Its samples [count].
             number: Forwards of an own loop before it in this step [count].
+            batch: What it takes.
         """
         if self.is_off:
             return contextlib.nullcontext()
@@ -210,8 +192,13 @@ class GlobalDraws:
             return in_forward(forward)
         if self._turns is not None and num_samples and (self._has_loops or not self._python_apart):
             text = f"{self._text_of(kind)}/{number or ''}"
-            found = {"turns": self._turns, "is_seeded": self._has_loops, "on_unknown": self.tell}
-            forward.python = PythonCalls(text, self.names, first, num_samples, **found)
+            forward.python = PythonCalls(
+                *(text, self.names, first, num_samples),
+                turns=self._turns,
+                is_seeded=self._has_loops,
+                has_lengths=self._lengths in (None, lengths_in(batch, num_samples)),
+                on_unknown=self.tell,
+            )
         is_apart = self._python_apart or (self._has_loops and not num_samples)
         apart = f"/{self.share}/{first}" if is_apart else ""
         return python_draws(key_of(f"{self._text_of(kind)}/python{number or ''}{apart}"), forward)
@@ -267,6 +254,7 @@ class GlobalDraws:
             return
         watch_choices()
         found, trials = None if share is None else DrawsFound(share), self._trials(splitter, weigh)
+        self._lengths = None if share is None else lengths_in(share, splitter.count(share))
         with self._engine.group.ledger.of_checks():
             self._run(None if found is None else trials.examine(found, finds_dims=not self.is_off), term)
             self._agree(found)
@@ -287,7 +275,7 @@ class GlobalDraws:
         # Elsewhere other ranks may have the outputs.
         has_outputs = not (self._engine.needs_lockstep or len(self._sharers) > 1)
         if has_outputs and not found.is_proven:
-            self.tell(_UNPROVEN.replace("the first batch", "a later batch"))
+            self.tell(draw_texts.UNPROVEN.replace("the first batch", "a later batch"))
         return found.losses
 
     def look_alone(self, batch: Any, splitter: BatchSplitter, term: Term) -> bool:
@@ -335,7 +323,7 @@ class GlobalDraws:
             if cut is not None and whole is not None and len(cut.outputs) == len(whole.outputs):  # or on another stage
                 is_alike = are_alike(whole.outputs, cut.outputs)
             if not all(self._gather(is_alike)):
-                self.tell(_UNPROVEN_CUT)
+                self.tell(draw_texts.UNPROVEN_CUT)
 
     def _gather(self, value: Any) -> list[Any]:
         """Return each rank's value."""
@@ -374,11 +362,11 @@ class GlobalDraws:
             self._turns = self._turns or {}
         if self.has_draws and not (are_alike and all(row[1] for row in rows)):
             self.is_unproven = True
-            self.tell(_UNPROVEN)
+            self.tell(draw_texts.UNPROVEN)
         self._python = any(row[9] for row in rows) or self._python  # in code that was not followed
         self._tell_beside([row[6] for row in rows])
         if any(row[8] for row in rows):
-            self.tell(_VARIES)
+            self.tell(draw_texts.VARIES)
         self._python_apart = any(row[5] for row in rows)
         if self._python_apart:
             self.tell("Python's or NumPy's generator may draw a number for each sample: each rank draws for itself")
@@ -389,11 +377,11 @@ class GlobalDraws:
     def _tell_beside(self, found: Sequence[Sequence[Any]]) -> None:
         """Tell what draws by no place, and what could not be tried: of each rank with samples."""
         if any(uses_own for uses_own, *_ in found):
-            self.tell(_OWN_GENERATOR)
+            self.tell(draw_texts.OWN_GENERATOR)
         if any(is_unseen for _, is_unseen, *_ in found):
-            self.tell(_UNSEEN)
+            self.tell(draw_texts.UNSEEN)
         for call in dict.fromkeys(call for *_, loose in found for call in loose):
-            self.tell(f"torch.utils.checkpoint(preserve_rng_state=False) repeats {call} in backward {_LOOSE}")
+            self.tell(f"torch.utils.checkpoint(preserve_rng_state=False) repeats {call} in backward {draw_texts.LOOSE}")
         for call in dict.fromkeys(call for _, _, unclear, _ in found for call in unclear):
             self.tell(
                 f"the first batch does not show in what order {call} holds the samples; it may depend on the layout"

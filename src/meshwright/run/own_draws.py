@@ -112,12 +112,13 @@ class OwnDraws:
         return contextlib.nullcontext() if self._draws is None else self._draws.left(_NO_GRAPH)
 
     @contextlib.contextmanager
-    def forward(self, num_samples: int | None, *, step: int) -> Iterator[StepDraws | None]:
+    def forward(self, num_samples: int | None, *, step: int, batch: Any) -> Iterator[StepDraws | None]:
         """Run a forward inside the context; every rank enters it, unless it has no graph.
 
         Args:
             num_samples: This rank's samples; None: not known [count].
             step: Steps of the optimizer so far [count].
+            batch: What it takes.
 
         Yields:
             What the graph has to hold until backward; None where torch's generators draw.
@@ -139,7 +140,7 @@ class OwnDraws:
             return
         own = draws.new_step("step")
         own.num_samples = num_samples
-        placed = draws.forward("step", first, num_samples or 0, number)
+        placed = draws.forward("step", first, num_samples or 0, number, batch=batch)
         with _stream_of_its_own(f"{self.model_number}/{draws.share}/{own.text}/{number}"), in_step(own), placed:
             yield own
         if own.marks:

@@ -123,7 +123,7 @@ class OwnLoop:
         """Return the module's outputs with a graph that `backward` recognises."""
         self._prepare(args, kwargs)
         own = self.stepper.own_draws
-        with own.forward(own.count(args, kwargs), step=self._num_steps()) as draws:
+        with own.forward(own.count(args, kwargs), step=self._num_steps(), batch=(args, kwargs)) as draws:
             return self._forward(args, kwargs, draws=draws)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: StepDraws | None) -> Any:

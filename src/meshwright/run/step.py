@@ -280,7 +280,7 @@ class Stepper(FirstBatch):
         self._prepare([part])
         weight = self.rule.known_weight(part)
         self._watch_loss.begin(batch, is_due=False)
-        with self.own_draws.forward(self.splitter.count(part), step=step) as draws:
+        with self.own_draws.forward(self.splitter.count(part), step=step, batch=part) as draws:
             outputs = forward(*model_inputs(part), draws=draws)
             with self.engine.switch.user_code(), self._terms.autocast():
                 term = self._terms.empty(outputs) if not weight else self.rule.term(outputs, part, weight)

@@ -250,7 +250,29 @@ class Begun(_Changed):
         return super().change(x) if self.is_late else x
 
 
+class Steps(_Changed):
+    """A number for each step of the sequence, of which later batches have fewer."""
+
+    def change(self, x: Tensor) -> Tensor:
+        return torch.stack([x[:, step] * random.uniform(0.5, 1.5) for step in range(x.shape[1])], 1)
+
+
+class Repeats(_Changed):
+    """A layer more, as often as chance wants it."""
+
+    most = 0
+
+    def change(self, x: Tensor) -> Tensor:
+        calls = 0
+        while random.random() < 0.5:
+            x, calls = torch.tanh(x), calls + 1
+        Repeats.most = max(Repeats.most, calls)
+        return x
+
+
 KINDS: dict[str, Any] = {
+    "steps": Steps,
+    "repeats": Repeats,
     "seeded": SeededByCode,
     "repeated": Repeated,
     "rare": Rare,
@@ -306,7 +328,10 @@ def train(
     )
     losses = []
     for step in range(STEPS):
-        share = mw.split_batch(batch(step, num_samples), model)
+        given = batch(step, num_samples)
+        if kind == "steps":
+            given["x"] = given["x"][:, step:]
+        share = mw.split_batch(given, model)
         if kind in ("later", "begun"):
             model.module.is_late = step > (kind == "begun")
         if loop == "step":

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.apply.randomness.names import Names, called
 from meshwright.apply.randomness.philox import key_of
+from meshwright.trees import tensors_in
 
 __all__: list[str] = []
 
@@ -44,6 +45,7 @@ class PythonCalls:
         num_samples: Its samples [count].
         turns: What trials have found, by place in the code; a trial that looks has none.
         is_seeded: Whether each call begins a stream of its own; else calls are counted alone.
+        has_lengths: Whether the batch has the lengths of the first one, whose steps code may have drawn for.
         on_unknown: Called with a text about a call whose numbers may depend on the layout; None: nobody is told, as of trials.
     """
 
@@ -56,13 +58,14 @@ class PythonCalls:
         *,
         turns: Mapping[Site, Turns],
         is_seeded: bool = True,
+        has_lengths: bool = True,
         on_unknown: Callable[[str], None] | None = None,
     ) -> None:
         self._text = text
         self._names = names
         self._first, self._num_samples = first, num_samples
         self._turns = turns
-        self._is_seeded = is_seeded
+        self._is_seeded, self._has_lengths = is_seeded, has_lengths
         self._on_unknown = on_unknown
         self.counts: Counter[Site] = Counter()
         """Calls at each place so far [count]."""
@@ -111,7 +114,7 @@ class PythonCalls:
     def again(self) -> PythonCalls:
         """Return the calls of a forward of the same samples, at the same place among its calls; it tells nothing."""
         given = self._text, self._names, self._first, self._num_samples
-        calls = PythonCalls(*given, turns=self._turns, is_seeded=self._is_seeded)
+        calls = PythonCalls(*given, turns=self._turns, is_seeded=self._is_seeded, has_lengths=self._has_lengths)
         calls.counts.update(self.counts)
         calls.seeded_by_code.update(self.seeded_by_code)
         return calls
@@ -127,7 +130,8 @@ class PythonCalls:
         if self._on_unknown is None:
             return
         for site, turns in self._turns.items():
-            expected = turns.each * self._num_samples if turns.each else turns.count
+            for_all = turns.count if self._has_lengths else None
+            expected = turns.each * self._num_samples if turns.each else for_all
             if expected is None or self.counts[site] in (0, expected):
                 continue
             often = f"{turns.each} times for each sample" if turns.each else f"{turns.count} times"
@@ -135,6 +139,12 @@ class PythonCalls:
                 f"{called(site[0])} has not drawn {often} by Python's or NumPy's generator, as with the first batch: its "
                 "numbers may depend on the layout"
             )
+
+
+def lengths_in(batch: Any, num_samples: int | None) -> list[list[int]]:
+    """Return the sizes of a batch's tensors, but for those that are its samples, in an order of their own."""
+    dense = (tensor for tensor in tensors_in(batch) if not tensor.is_nested)
+    return sorted([int(size) for size in tensor.shape if size != num_samples] for tensor in dense)
 
 
 Counts = tuple[int, Mapping[Site, int]]

@@ -14,8 +14,8 @@ __all__: list[str] = []
 
 _NEAR = 2.0**-10
 """The part of its range, at one end, in which a number is then [fraction]."""
-_MOST = 1000
-"""Numbers of a forward that are moved, since a loop may draw until one is on the other side [count]."""
+_MOST = 128
+"""Numbers of a forward that are moved: a loop may draw, and run layers, until one is on the other side [count]."""
 
 
 class _Edge(threading.local):

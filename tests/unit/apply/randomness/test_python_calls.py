@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from meshwright.apply.randomness.names import LOSS, Names
@@ -11,6 +12,7 @@ from meshwright.apply.randomness.python_calls import (
     Turns,
     are_in_turn,
     has_loop,
+    lengths_in,
     turns_for_all,
     turns_of_all,
     turns_to_rows,
@@ -99,14 +101,24 @@ def test_ranks_agree_where_none_contradicts() -> None:
 def test_calls_that_are_counted_alone_have_no_seeds_and_others_than_before_are_told() -> None:
     told = list[str]()
 
-    def count(turns: dict[tuple[str, int], Turns]) -> None:
-        calls = PythonCalls("", Names(nn.Linear(1, 1)), 0, 2, turns=turns, is_seeded=False, on_unknown=told.append)
+    def count(turns: dict[tuple[str, int], Turns], *, has_lengths: bool = True) -> None:
+        options = {"is_seeded": False, "has_lengths": has_lengths, "on_unknown": told.append}
+        calls = PythonCalls("", Names(nn.Linear(1, 1)), 0, 2, turns=turns, **options)
         assert [calls.next_key() for _ in range(2)] == [None, None]
         calls.check()
 
     count({HERE: Turns(0)})
     count({HERE: Turns(0, count=2)})
     assert not told
+    count({HERE: Turns(0, count=1)}, has_lengths=False)  # the steps of a longer sequence
+    assert not told
     count({HERE: Turns(0, count=1)})
     count({})
     assert ["has not drawn 1 times" in text or "did not with the first batch" in text for text in told] == [True] * 3
+
+
+def test_lengths_are_those_of_dims_that_are_not_the_samples() -> None:
+    batch = {"x": torch.ones(4, 5, 2), "y": torch.ones(4)}
+    assert lengths_in(batch, 4) == [[], [5, 2]]
+    assert lengths_in({"y": torch.ones(3), "x": torch.ones(3, 5, 2)}, 3) == lengths_in(batch, 4)
+    assert lengths_in({"x": torch.ones(4, 6, 2), "y": torch.ones(4)}, 4) != lengths_in(batch, 4)

@@ -37,4 +37,4 @@ def test_numbers_stay_in_their_range_and_loops_end() -> None:
         num = 0
         while moved(0.5, 0.0, 1.0) > 0.9:
             num += 1
-        assert num == 999
+        assert num == 127
