@@ -145,6 +145,22 @@ def test_position_resumes_under_another_batch_size():
     assert head + tail == epoch_order(12, 0, 0, shuffle=True).tolist()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples": -1}, {"samples": 13}, {"samples": 1.5}, {"epoch": -1}, {"epoch": True}, {"seed": "0"}, {"seed": None},
+        {"shuffle": 1}, {"dataset_length": "12"}, {"version": None},
+    ],
+)  # fmt: skip
+def test_a_position_that_no_loader_gives_is_refused(change):
+    loader = make_loader(Numbers(12), fake_model())
+    with pytest.raises(ConfigError, match=f"the loader's state has {next(iter(change))}"):
+        loader.load_state_dict(loader.state_dict() | change)
+    with pytest.raises(ConfigError, match="no 'samples'"):
+        loader.load_state_dict({name: value for name, value in loader.state_dict().items() if name != "samples"})
+    assert len(list(loader)) == 2
+
+
 def test_position_of_other_data_is_refused():
     state = make_loader(Numbers(12), fake_model()).state_dict()
     with pytest.raises(ConfigError, match="12 samples, this one has 13"):

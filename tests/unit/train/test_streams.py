@@ -60,6 +60,37 @@ def test_a_stream_resumes_and_refuses_an_indexed_position():
         other.load_state_dict(make_loader(Numbers(3), fake_model()).state_dict())
 
 
+def test_a_stream_goes_on_at_its_sample_under_another_batch_size():
+    loader = make_loader(Stream(12), fake_model(), global_batch_size=4)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    iterator.close()
+    other = make_loader(Stream(12), fake_model(), global_batch_size=2)
+    other.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in other] == [[8, 9], [10, 11]]
+    inside = make_loader(Stream(12), fake_model(), global_batch_size=3)
+    with pytest.raises(ConfigError, match="8 samples into its stream, which is inside of a batch of 3") as error:
+        inside.load_state_dict(loader.state_dict())
+    assert error.value.fix == "global_batch_size=4, as before"
+    older = {"version": 1, "epoch": 0, "batch": 2}  # of a program that did not note the size
+    other.load_state_dict(older)
+    assert next(iter(other)).tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch": -1}, {"batch": 1.5}, {"epoch": "1"}, {"version": 2}, {"global_batch_size": True}, {"batch": None}],
+)
+def test_a_position_that_no_stream_gives_is_refused(change):
+    loader = make_loader(Stream(10), fake_model(), global_batch_size=3)
+    with pytest.raises(ConfigError, match=f"the loader's state has {next(iter(change))}"):
+        loader.load_state_dict(loader.state_dict() | change)
+    with pytest.raises(ConfigError, match="no 'batch'"):
+        loader.load_state_dict({"version": 1, "epoch": 0})
+    with pytest.raises(ConfigError, match="is a list"):
+        loader.load_state_dict([])
+
+
 def test_what_cannot_be_iterated_is_refused():
     with pytest.raises(ConfigError, match="neither indexed"):
         make_loader(3, fake_model())

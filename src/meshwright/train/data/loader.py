@@ -20,6 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec.plan import Plan
 from meshwright.train.data.fetch import LoadOptions, SampleReader, Share, draws_random_numbers, read_batches
 from meshwright.train.data.order import epoch_order, num_batches, rank_shares
+from meshwright.train.data.position import STATE_VERSION, check_position
 from meshwright.train.data.streams import StreamLoader
 
 __all__: list[str] = []
@@ -27,7 +28,6 @@ __all__: list[str] = []
 _LOG = logging.getLogger("meshwright")
 
 DEFAULT_MICRO_BATCH_SIZE = 8
-STATE_VERSION = 1
 
 
 def make_loader(
@@ -207,10 +207,9 @@ class IndexedLoader:
         The number of ranks and the global batch size may have changed since.
 
         Raises:
-            ConfigError: The state is of another dataset, order or version.
+            ConfigError: The state is of another dataset, order or version, or none that `state_dict` returns.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ConfigError(f"the loader's state has version {state.get('version')}, this is {STATE_VERSION}")
+        check_position(state, {"dataset_length": None, "epoch": None, "samples": None}, ("shuffle",))
         if state["dataset_length"] != len(self.dataset):
             raise ConfigError(
                 f"the loader's state is of a dataset with {state['dataset_length']} samples, this one has "
@@ -218,6 +217,9 @@ class IndexedLoader:
             )
         if state["shuffle"] != self._options.shuffle:
             raise ConfigError(f"the loader's state has shuffle={state['shuffle']}, this loader {self._options.shuffle}")
+        check_position(state, {"samples": len(self.dataset)})
+        if type(state.get("seed")) is not int:
+            raise ConfigError(f"the loader's state has seed={state.get('seed')!r:.60} (rule: a whole number)")
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._samples = state["samples"]
         self._batch = len(self) if self._is_at_end() else -(-self._samples // self.global_batch_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from meshwright.train.data.fetch import (
     worker_generator,
 )
 from meshwright.train.data.order import mix
+from meshwright.train.data.position import STATE_VERSION, check_position
 
 __all__: list[str] = []
 
@@ -133,14 +134,38 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was handed out."""
-        return {"version": 1, "epoch": self.epoch, "batch": self._batch}
+        position = {"version": STATE_VERSION, "epoch": self.epoch, "batch": self._batch}
+        return position | ({"global_batch_size": self.global_batch_size} if self._makes_batches else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at this position at the next iteration. What comes before it is read and thrown away."""
-        if set(state) != {"version", "epoch", "batch"}:
+        """Continue at this position at the next iteration. What comes before it is read and thrown away.
+
+        Raises:
+            ConfigError: The state is none of a stream, or ends inside of a batch of this loader's size.
+        """
+        check_position(state, {"epoch": None, "batch": None})
+        if "dataset_length" in state:
             raise ConfigError("the loader's state is of an indexed dataset, this one is a stream")
-        self.epoch, self._batch, self._is_fresh = state["epoch"], state["batch"], True
+        self.epoch, self._batch, self._is_fresh = state["epoch"], self._place_of(state), True
         self._is_loaded = True
+
+    @property
+    def _makes_batches(self) -> bool:
+        return isinstance(self.source, IterableDataset) and not self._rank_local
+
+    def _place_of(self, state: Mapping[str, Any]) -> int:
+        """Return the batches of this loader's size before a position [count]; samples are what the size does not change."""
+        if not self._makes_batches or "global_batch_size" not in state:  # as before 2026-12
+            return state["batch"]
+        check_position(state, {"global_batch_size": None})
+        samples = state["batch"] * state["global_batch_size"]
+        if samples % self.global_batch_size:
+            raise ConfigError(
+                f"the loader's state is {samples} samples into its stream, which is inside of a batch of "
+                f"{self.global_batch_size} (rule: a stream goes on where a batch begins)",
+                fix=f"global_batch_size={state['global_batch_size']}, as before",
+            )
+        return samples // self.global_batch_size
 
     def _iterate(self, skip: int) -> Generator[Any]:
         batches = itertools.islice(self._own_batches(), skip, None)
