@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from meshwright.compare.comparison import Comparison
 from meshwright.compare.run_plans import Runs
 from meshwright.errors import ConfigError, StorageError, exit_code_of
+from meshwright.ranks.environment import read_place
 from meshwright.texts import clean
 from meshwright.train.config.load import load_config
 from meshwright.train.failures import one_line
@@ -40,13 +42,19 @@ def run_comparison(
         The exit code: 0, or that of the first plan that failed.
 
     Raises:
-        ConfigError: The configuration or a plan is wrong.
+        ConfigError: The configuration or a plan is wrong, or this process is one of a job's ranks.
         StorageError: The JSON file or the report cannot be written.
     """
     if json_path is not None and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"--json {json_path}: there is no folder {Path(json_path).absolute().parent}")
     if report_path is not None and not report_path.absolute().parent.is_dir():
         raise ConfigError(f"--report {report_path}: there is no folder {report_path.absolute().parent}")
+    place = read_place(os.environ)
+    if place.world_size > 1:
+        raise ConfigError(
+            f"meshwright compare starts the ranks of each plan itself, and {place.source} has started {place.world_size}",
+            fix=f"run meshwright compare without {place.source}, on one host",
+        )
     config = load_config(config_path, overrides)
     with ProgressView(sys.stderr) as progress:
         comparison, errors = Runs(config, split_plans(plans_text), steps, progress).compare()

@@ -6,12 +6,14 @@ Does not import torch before the configuration is read: a file that is not there
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, StorageError
 from meshwright.ranks.capacity import check_devices
+from meshwright.ranks.environment import read_place
 from meshwright.train.config.deepspeed import show_rows
 from meshwright.train.config.imports import add_to_path
 from meshwright.train.config.load import load_config
@@ -48,8 +50,12 @@ def run_verification(
     if json_path is not None and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"--json {json_path}: there is no folder {Path(json_path).absolute().parent}")
     config = load_config(config_path, overrides or [], plan=plan)
-    show_rows(config.plan_rows, sys.stderr)
+    place = read_place(os.environ)
+    if place.rank == 0:
+        show_rows(config.plan_rows, sys.stderr)
     report = verify_config(config, steps)
+    if place.rank != 0:  # torchrun ends all ranks with the first that fails, and rank 0 has the report to write
+        return EXIT_EQUAL
     sys.stdout.write(report.to_text() + "\n")
     if json_path is not None:
         try:
@@ -60,8 +66,24 @@ def run_verification(
 
 
 def verify_config(config: TrainConfig, steps: int = 3) -> ParityReport:
-    """Verify the plan of a configuration; see `run_verification`."""
-    check_devices(config.plan.num_devices, str(config.plan))
+    """Verify the plan of a configuration; see `run_verification`. In a job of torchrun or srun its ranks do it together."""
+    place = read_place(os.environ)
+    if place.world_size == 1:
+        check_devices(config.plan.num_devices, str(config.plan))
+    elif config.plan.num_ranks != place.world_size:
+        raise ConfigError(
+            f"the plan '{config.plan}' has {config.plan.num_ranks} ranks, {place.source} has started {place.world_size}",
+            fix=f"start {config.plan.num_ranks} ranks, or run meshwright verify without {place.source}",
+        )
+    else:
+        from meshwright.ranks.join import join_world
+
+        with join_world(timeout_s=config.train.timeout_s).sharing_failures():
+            return _verify(config, steps)
+    return _verify(config, steps)
+
+
+def _verify(config: TrainConfig, steps: int) -> ParityReport:
     add_to_path(config.import_roots)
     from meshwright.measure.verify import verify_plan
     from meshwright.train.losses import make_loss

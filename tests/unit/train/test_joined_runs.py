@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshwright.compare.command import run_comparison
+from meshwright.compare.verify_config import run_verification
 from meshwright.errors import ConfigError, UserCodeError
+from meshwright.measure import verify
 from meshwright.ranks import join, unfinished
 from meshwright.train import launcher, session
 from meshwright.train.config.load import load_config
@@ -109,3 +112,34 @@ def test_a_run_whose_code_calls_sys_exit_is_not_done(monkeypatch, code):
     assert [(event["event"], event["step"], event["phase"]) for event in told] == [("failed", 5, "load")]
     assert "in leave" in told[0]["traceback"]
     assert waited == [unfinished.LEAVE_S]  # before anything is told: who is told ends the ranks
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_a_job_verify_together_and_the_first_one_reports(monkeypatch, capsys, rank):
+    be_rank(monkeypatch, rank, 2)
+    shared = []
+
+    @contextlib.contextmanager
+    def sharing_failures():
+        shared.append("begun")
+        yield
+
+    monkeypatch.setattr(join, "join_world", lambda **_: SimpleNamespace(sharing_failures=sharing_failures))
+    report = SimpleNamespace(equal=False, to_text=lambda: "NOT equal")
+    monkeypatch.setattr(verify, "verify_plan", lambda *_, **__: report)
+    assert run_verification(EXAMPLE, "dp=2") == (1 if rank == 0 else 0)
+    assert capsys.readouterr().out == ("NOT equal\n" if rank == 0 else "")
+    assert shared == ["begun"]
+
+
+def test_a_job_of_other_ranks_than_the_plan_has_verifies_nothing(monkeypatch):
+    be_rank(monkeypatch, 0, 2)
+    with pytest.raises(ConfigError, match=r"the plan 'dp=3' has 3 ranks, .* has started 2") as error:
+        run_verification(EXAMPLE, "dp=3")
+    assert "start 3 ranks" in str(error.value)
+
+
+def test_ranks_of_a_job_compare_nothing(monkeypatch):
+    be_rank(monkeypatch, 0, 2)
+    with pytest.raises(ConfigError, match="compare starts the ranks of each plan itself, and .* has started 2"):
+        run_comparison(EXAMPLE, "single")
