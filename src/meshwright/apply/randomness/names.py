@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import types
 import weakref
 import zlib
 from collections import Counter
@@ -75,18 +76,22 @@ class Names:
         """Return a number for the place in the user's code that runs, inside of the three innermost modules; never 0.
 
         Code of torch and of this package is passed over, since wrapped calls (a checkpoint) are the same place; so is code that
-        calls the model, for a step or an evaluation.
+        calls the model, for a step or an evaluation. Lines count from the outermost function of the same file: what is written
+        above a model, an import say, must not change the numbers of a run that goes on.
         """
-        frame, num_modules, places, num_inside = sys._getframe(1), 0, list[tuple[str, int, int]](), 0
+        frame, num_modules, places, num_inside = sys._getframe(1), 0, list[tuple[types.CodeType, int]](), 0
         while frame is not None and num_modules < _SITE_MODULES:
             code = frame.f_code
             if code is MODULE_CALL:
                 num_modules += 1
                 num_inside = len(places)
             elif str(frame.f_globals.get("__name__")).partition(".")[0] not in _PASSED_OVER:
-                places.append((code.co_name, code.co_firstlineno, frame.f_lasti))
+                places.append((code, frame.f_lasti))
             frame = frame.f_back
-        return zlib.crc32(repr(places[:num_inside]).encode()) + 1
+        del places[num_inside:]
+        top = {code.co_filename: code.co_firstlineno for code, _ in places}  # the outermost is the last
+        named = [(code.co_qualname, code.co_firstlineno - top[code.co_filename], at) for code, at in places]
+        return zlib.crc32(repr(named).encode()) + 1
 
     def _name_of(self, module: nn.Module) -> str | None:
         """Return a module's name; None for one that is not the model's, a loss for example."""

@@ -53,6 +53,26 @@ def test_a_site_is_a_place_in_the_code_of_a_module() -> None:
     assert sites_of(functools.partial(model, torch.ones(2), is_last=False), model) == [first, first]
 
 
+SOURCE = """
+class Inner(Block):
+    def forward(self, x, *, is_last):
+        draw = lambda value: self.drop(value)
+        other = lambda value: self.drop(value)
+        return other(draw(x))
+"""
+
+
+def test_lines_above_a_model_change_no_site() -> None:
+    found = []
+    for above in ("", "# a comment\nimport os\n\n"):
+        names = {"Block": Block, "__name__": "of_somebody"}
+        exec(compile(above + SOURCE, "of_somebody.py", "exec"), names)
+        model = names["Inner"]()
+        found.append(sites_of(functools.partial(model, torch.ones(2), is_last=True), model))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2, "two functions of one name are two places"
+
+
 def test_whoever_calls_the_model_changes_no_site() -> None:
     model, x = Block(), torch.ones(2)
 
