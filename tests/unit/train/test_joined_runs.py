@@ -141,5 +141,5 @@ def test_a_job_of_other_ranks_than_the_plan_has_verifies_nothing(monkeypatch):
 
 def test_ranks_of_a_job_compare_nothing(monkeypatch):
     be_rank(monkeypatch, 0, 2)
-    with pytest.raises(ConfigError, match="compare starts the ranks of each plan itself, and .* has started 2"):
+    with pytest.raises(ConfigError, match=r"compare starts the ranks of each plan itself, and .* has started 2"):
         run_comparison(EXAMPLE, "single")
