@@ -22,6 +22,8 @@ from meshwright.compare.verify_config import run_verification
 from meshwright.measure.oracle import ModuleOutputs
 from meshwright.measure.outputs import RankOutputs, first_difference
 from meshwright.measure.verify import ParityReport, verify_plan
+from meshwright.ranks.world import World
+from meshwright.run.parallel_model import ParallelModel
 
 
 def _with_dropout() -> nn.Module:
@@ -44,6 +46,16 @@ class _Noise(nn.Module):
 
 def _batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 5))
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_request_to_stop_ends_a_verification(monkeypatch: pytest.MonkeyPatch, is_agreed: bool) -> None:
+    if is_agreed:  # by the ranks, when a step begins
+        monkeypatch.setattr(ParallelModel, "stop_requested", True)
+    else:
+        monkeypatch.setattr(World, "stop_requested", lambda _: True)
+    with pytest.raises(mw.StoppedOnRequest, match="nothing is compared"):
+        verify_plan(_plain_mlp, "single", [(torch.randn(4, 7), torch.randn(4, 5))], losses.square, num_steps=1)
 
 
 def _plain_mlp() -> nn.Module:

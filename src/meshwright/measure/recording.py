@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.apply.engine import Engine
 from meshwright.describe.batches import split_batch
+from meshwright.errors import StoppedOnRequest
 from meshwright.measure.oracle import ModuleOutputs, StepRecord, record_outputs, to_dtype
 from meshwright.run.applying import apply_plan
 from meshwright.run.parallel_model import ParallelModel
@@ -79,6 +80,9 @@ def plan_steps(
 
     Returns:
         One record for each step, with this rank's view of gradients and parameters.
+
+    Raises:
+        StoppedOnRequest: A signal asked the ranks to stop.
     """
     options = options or StepOptions()
     make = options.optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -115,6 +119,8 @@ def plan_steps(
                 else contextlib.nullcontext({}) as outputs
             ):
                 result = model.step(share)
+            if model.stop_requested:
+                raise StoppedOnRequest(f"stopped on request in step {step} of the plan '{plan}': nothing is compared")
             outputs = _of_this_rank(model.engine, outputs)
             with model.whole_parameters():
                 parameters = {name: p.detach().clone().cpu() for name, p in model.module.named_parameters()}
@@ -135,6 +141,8 @@ def plan_steps(
             loss_reasons += [*joined, *model.stepper.rule.reasons]
         if draw_reasons is not None and model.stepper.draws is not None:
             draw_reasons += model.stepper.draws.reasons
+        if model.world.stop_requested():  # since the last step began, which is when the ranks agree on it
+            raise StoppedOnRequest(f"stopped on request after the last step of the plan '{plan}': nothing is compared")
         return records
     finally:
         model.close()
