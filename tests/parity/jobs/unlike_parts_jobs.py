@@ -157,6 +157,8 @@ class Checked(Likely):
 
 class Invalid(Checked):
     """Its scales are below 0. It asks for checks: torch.compile turns those off that nobody has asked for."""
+
+
 class Correlated(Likely):
     """Numbers that vary together: whether their covariances are symmetric is looked at before they are factorized."""
 
@@ -165,13 +167,6 @@ class Correlated(Likely):
         covariances = root @ root.mT + torch.eye(2, dtype=x.dtype)
         chances = torch.distributions.MultivariateNormal(root[..., 0], covariances).log_prob(x[:, :2])
         return root.sum(1) * chances[:, None]
-
-
-class Invalid(Likely):
-    """Its scales are below 0, and its likelihoods finite where nobody looks."""
-
-    def scale(self, spread: Tensor) -> Tensor:
-        return -F.softplus(spread)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
