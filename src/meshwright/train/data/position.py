@@ -1,4 +1,4 @@
-"""What a loader's state has to hold before a loader goes on from it."""
+"""The entries of a loader's state, checked before a loader goes on from it."""
 
 from __future__ import annotations
 
