@@ -158,6 +158,9 @@ class Checked(Likely):
 class Invalid(Checked):
     """Its scales are below 0. It asks for checks: torch.compile turns those off that nobody has asked for."""
 
+    def scale(self, spread: Tensor) -> Tensor:
+        return -F.softplus(spread)
+
 
 class Correlated(Likely):
     """Numbers that vary together: whether their covariances are symmetric is looked at before they are factorized."""
