@@ -23,6 +23,13 @@ def test_a_parameter_that_the_first_forward_makes_is_refused(run: Any, line: str
         assert "apply_plan" in str(outcome.error)
 
 
+@pytest.mark.parametrize("line", ["dp=2", "tp=2", "pp=2,micro_batches=2"])
+def test_another_name_of_a_layer_is_not_called_a_new_parameter(line: str) -> None:
+    """Pipelines said that no optimizer would train it."""
+    for outcome in testing.run_outcomes(jobs.run_renaming, mw.Plan.parse(line).num_ranks, line):
+        assert "children" in str(outcome.error)
+
+
 @pytest.mark.parametrize("line", PLANS)
 def test_one_that_is_made_before_is_trained(line: str) -> None:
     model = jobs.build(runs_once=True)

@@ -170,7 +170,11 @@ def _refuse_new(engine: Engine, names: Set[str]) -> None:
     Raises:
         ApplyError: On every rank: there are others now.
     """
-    new = sorted(_names_in(engine) - names)
+    named = list(engine.module.named_parameters(remove_duplicate=False))
+    known = {
+        id(parameter) for name, parameter in named if name in names
+    }  # a new name of one of these is refused as such
+    new = sorted(name for name, parameter in named if name not in names and id(parameter) not in known)
     found = next(filter(None, engine.everyone.all_gather_json(new, device=engine.device)), None)
     if found:
         raise ApplyError(

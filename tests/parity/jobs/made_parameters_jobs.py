@@ -33,6 +33,14 @@ class Replaces(Makes):
         return self.down(torch.tanh(self.middle(torch.tanh(self.up(x))))) - y
 
 
+class Renames(Makes):
+    """Keeps a layer by another name, too, from its first forward on."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.same = self.middle
+        return self.down(torch.tanh(self.same(torch.tanh(self.up(x))))) - y
+
+
 def build(*, runs_once: bool, kind: type[Makes] = Makes) -> nn.Module:
     torch.manual_seed(0)
     model = kind().double()
@@ -72,3 +80,8 @@ def run_fresh(line: str) -> tuple[list[float], dict[str, Tensor]]:
 def run_replacing(line: str) -> tuple[list[float], dict[str, Tensor]]:
     """Train a model whose first forward replaces a layer."""
     return train(line, runs_once=False, kind=Replaces)
+
+
+def run_renaming(line: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Train a model whose first forward gives a layer a second name."""
+    return train(line, runs_once=False, kind=Renames)
