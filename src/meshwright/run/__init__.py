@@ -29,7 +29,7 @@ draw_orders     orders of samples that they try
 draws_of_torch  models that leave their draws to torch's generators
 draws_found     what the trials have shown on one rank
 draw_slopes     gradients of a batch beside those of its parts
-draw_texts      what people are told of draws
+draw_texts      texts for people about draws
 draw_parts      outputs of a batch beside those of its parts
 draws_of_work   random numbers of one step
 gate            refusal of optimizer steps that nothing was exchanged for

@@ -1,4 +1,4 @@
-"""What people are told of draws that depend on the layout, or may."""
+"""Texts for people about draws that depend on the layout, or may."""
 
 from __future__ import annotations
 
