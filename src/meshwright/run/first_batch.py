@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.apply.engine import Engine
 from meshwright.apply.model_guard import ModelGuard
+from meshwright.apply.state.settling import made_parameter_error
 from meshwright.describe.batches import BatchSplitter
 from meshwright.errors import ApplyError
 from meshwright.ranks.allocator import memory_returned
@@ -171,17 +172,12 @@ def _refuse_new(engine: Engine, names: Set[str]) -> None:
         ApplyError: On every rank: there are others now.
     """
     named = list(engine.module.named_parameters(remove_duplicate=False))
-    known = {
-        id(parameter) for name, parameter in named if name in names
-    }  # a new name of one of these is refused as such
+    # Another name of one that was there is refused as such.
+    known = {id(parameter) for name, parameter in named if name in names}
     new = sorted(name for name, parameter in named if name not in names and id(parameter) not in known)
     found = next(filter(None, engine.everyone.all_gather_json(new, device=engine.device)), None)
     if found:
-        raise ApplyError(
-            f"the model's first forward makes the parameter '{found[0]}', which was not there when the plan was applied: no "
-            "optimizer would train it",
-            fix="make it in the model's constructor, or run the model once before apply_plan",
-        )
+        raise made_parameter_error(found[0], "no optimizer would train it")
 
 
 def _states_of(engine: Engine) -> dict[str, bool]:

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.apply.state.outside import Outside, names_of
 
 __all__: list[str] = []
 
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
-_TABLES = frozenset(vars(nn.Module()))
 _NOT_IN_FORWARD = ("__init__", "reset_parameters", "extra_repr", "load_state_dict")
 
 
@@ -47,7 +47,7 @@ def parameters_in_containers(module: nn.Module) -> set[int]:
         if _is_torchs(type(child)):
             continue
         held = {id(parameter) for parameter in _values(child._parameters)}
-        plain = (value for name, value in vars(child).items() if name not in _TABLES)
+        plain = (value for name, value in vars(child).items() if name not in OF_TORCH)
         found |= held.intersection(map(id, _entries(plain, depth=2)))
     return found
 

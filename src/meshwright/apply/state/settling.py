@@ -27,6 +27,7 @@ from meshwright.apply.state.hook_tables import ParameterHooks, is_ours
 from meshwright.apply.state.kept_parameters import KeptParameters
 from meshwright.apply.state.random_states import SteadyDraws, kept_random_states
 from meshwright.describe.function_caches import no_cached_tensors
+from meshwright.errors import ApplyError
 from meshwright.trees import tensors_in
 
 __all__: list[str] = []
@@ -35,6 +36,19 @@ _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dt
 _CONTAINERS = (list, dict, set)
 _TABLES = tuple(sorted(name for name in OF_TORCH if name.startswith(("_forward_", "_backward_"))))
 _ABSENT: Any = object()
+
+
+def made_parameter_error(name: str, lack: str) -> ApplyError:
+    """Return the refusal of a parameter that the model's first forward has made.
+
+    Args:
+        name: Its FQN.
+        lack: What does not have it.
+    """
+    return ApplyError(
+        f"the model's first forward makes the parameter '{name}', which was not there when the plan was applied: {lack}",
+        fix="make it in the model's constructor, or run the model once before apply_plan",
+    )
 
 
 class Children:

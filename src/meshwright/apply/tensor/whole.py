@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.apply.state.attributes import OF_TORCH
 from meshwright.comm.communicator import Communicator
 from meshwright.comm.functional import gather_from_group
 from meshwright.layout import ShardLayout
 
 __all__: list[str] = []
-
-_TABLES = frozenset(vars(nn.Module()))
 
 
 def assign_values(tensor: Tensor, values: Tensor) -> None:
@@ -117,7 +116,7 @@ def replaced_tensors(
 def _replaced_in_containers(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
     slots: list[tuple[dict[str, Any], str, Any]] = []
     for child in module.modules():
-        slots += [(vars(child), key, held) for key, held in vars(child).items() if key not in _TABLES]
+        slots += [(vars(child), key, held) for key, held in vars(child).items() if key not in OF_TORCH]
     changed = [(own, key, held, now) for own, key, held in slots if (now := _with_others(held, values)) is not held]
     try:
         for own, key, _, now in changed:

@@ -56,20 +56,18 @@ class MovedState:
         for path, child in self._modules if with_modules else ():
             for name in sorted(vars(child).keys() & self._moved):
                 text = text_of(vars(child)[name])
-                texts |= {} if text is None else {f"attribute '{path}.{name}'" if path else f"attribute '{name}'": text}
+                texts |= {} if text is None else {_attribute(path, name): text}
         for path, child in self._modules:
             for name, value in vars(child).items():
                 if isinstance(value, Iterator) and (text := _place_of(value)) is not None:
-                    texts[f"attribute '{path}.{name}'" if path else f"attribute '{name}'"] = text
+                    texts[_attribute(path, name)] = text
         for outside in self._outsides if names else ():
             variables = outside.variables()
             rows = [(name, label, value) for name, label, value in variables if name in names]
-            kept = (
-                (value for _, child in self._modules for value in vars(child).values())
-                if outside is self._outsides[0]
-                else ()
-            )
-            for owner in [*outside.objects(), *filter(is_object, (*(value for *_, value in variables), *kept))]:
+            values = [value for *_, value in variables]
+            if outside is self._outsides[0]:  # the model's, whose modules keep objects
+                values += [value for _, child in self._modules for value in vars(child).values()]
+            for owner in [*outside.objects(), *filter(is_object, values)]:
                 held: Mapping[str, Any] = getattr(owner, "__dict__", {})
                 kind = type(owner).__name__
                 rows += [(name, f"{kind}.{name}", held[name]) for name in sorted(held.keys() & names)]
@@ -81,6 +79,10 @@ class MovedState:
                     text = text_of(value)
                     texts |= {} if text is None else {f"variable '{label}'": text}
         return texts
+
+
+def _attribute(path: str, name: str) -> str:
+    return f"attribute '{path}.{name}'" if path else f"attribute '{name}'"
 
 
 def text_of(value: Any) -> str | None:

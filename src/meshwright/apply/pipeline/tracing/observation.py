@@ -18,8 +18,8 @@ from meshwright.apply.pipeline.tracing.stage_map import with_one_opened
 from meshwright.apply.pipeline.walking.told_results import Judged
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
+from meshwright.apply.state.settling import made_parameter_error
 from meshwright.describe.layers import find_layers
-from meshwright.errors import ApplyError
 
 __all__: list[str] = []
 
@@ -84,8 +84,4 @@ def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Seq
 def _refuse_new_parameters(module: nn.Module, known: Set[nn.Parameter]) -> None:
     name = next((name for name, parameter in module.named_parameters() if parameter not in known), None)
     if name is not None:
-        raise ApplyError(
-            f"the model's first forward makes the parameter '{name}', which was not there when the plan was applied: neither a "
-            "stage nor the optimizer has it",
-            fix="make it in the model's constructor, or run the model once before apply_plan",
-        )
+        raise made_parameter_error(name, "neither a stage nor the optimizer has it")
