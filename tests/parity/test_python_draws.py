@@ -127,6 +127,16 @@ def test_draws_for_each_sample_on_a_branch_that_chance_opens_are_told(kind: str)
         assert any("may draw a number for each sample" in reason for reason in told)
 
 
+@pytest.mark.parametrize("line", ["dp=2", "single,micro_batches=3"])
+def test_parts_that_draw_for_fewer_steps_have_the_whole_s_numbers_and_are_told(line: str) -> None:
+    losses, state, _ = plainly("shorter", "single")
+    for found, values, told in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, "shorter", line):
+        assert any("draws more or less often for parts of the first batch" in reason for reason in told)
+        assert found == pytest.approx(losses, rel=FLOAT64)
+        for name, value in state.items():
+            torch.testing.assert_close(values[name], value, rtol=FLOAT64, atol=1e-13)
+
+
 def test_loops_that_begin_later_are_told() -> None:
     for _, _, told in testing.run_ranks(jobs.train, 2, "later", "dp=2"):
         assert any("draws by Python's or NumPy's generator where it did not" in reason for reason in told)

@@ -130,13 +130,14 @@ class TrialDraws:
         return self.num_samples, {} if self._forward.python is None else self._forward.python.counts
 
     def draws_as_often_as(self, other: TrialDraws) -> bool:
-        """Tell whether Python's and NumPy's generators, which began alike in both forwards, have given as many numbers.
+        """Tell whether as many calls of Python's and NumPy's generators, which began alike, have given as many numbers.
 
-        Where they have not, they draw for each sample, and outputs that are alike are so by chance: no mask was drawn.
+        Where they have not, a call draws for all samples at once, and outputs that are alike are so by chance: no mask was drawn.
+        Another number of calls is a loop's, which `varies_with_samples` sees.
         """
         if self._turns is not None or self.python_end is None or other.python_end is None:
             return True
-        return self.python_end.is_like(other.python_end)
+        return self.python_counts[1] != other.python_counts[1] or self.python_end.is_like(other.python_end)
 
     @property
     def is_sound(self) -> bool:

@@ -234,6 +234,16 @@ class Chosen(_Changed):
         return x * _column([random.uniform(0.5, 1.5) if random.random() < 0.3 else 1.0 for _ in x], x)
 
 
+class Shorter(_Changed):
+    """Draws for each step of the longest sample; each sample takes the numbers of its own steps."""
+
+    def change(self, x: Tensor) -> Tensor:
+        lengths = x[:, 0, 0].abs().mul(4).long() + 1
+        for step in range(int(lengths.max())):
+            x = torch.where((step < lengths)[:, None, None], x * random.uniform(0.5, 1.5), x)
+        return x
+
+
 class Mixed(_Changed):
     """Mixes the samples in one forward of fifty."""
 
@@ -277,6 +287,7 @@ KINDS: dict[str, Any] = {
     "repeated": Repeated,
     "rare": Rare,
     "chosen": Chosen,
+    "shorter": Shorter,
     "mixed": Mixed,
     "begun": Begun,
     "numpy": Masked,
