@@ -5,24 +5,15 @@ from __future__ import annotations
 import functools
 
 import pytest
-from tests.parity.jobs.chosen_rows_jobs import train
+from tests.parity.jobs.chosen_rows_jobs import Trained, check, train
 from tests.parity.models.chosen_rows_models import MODELS
-from tests.tolerances import FLOAT64
 
 from meshwright import testing
-
-Trained = tuple[list[float], list[float], list[str]]
 
 
 @functools.cache
 def single(name: str) -> Trained:
     return train(name, "single")
-
-
-def check(found: Trained, wanted: Trained) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=FLOAT64)
-    assert found[1] == pytest.approx(wanted[1], rel=FLOAT64)
-    assert not found[2]
 
 
 @pytest.mark.parametrize("name", MODELS)

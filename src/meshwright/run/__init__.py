@@ -26,6 +26,7 @@ global_draws    random numbers of forwards that do not depend on the layout
 draw_trials     trials by which they are found
 trial_draws     the draws of one trial forward
 draw_orders     orders of samples that they try
+draw_owners     samples that drawn elements have influence on
 draws_of_torch  models that leave their draws to torch's generators
 draws_found     what the trials have shown on one rank
 draw_slopes     gradients of a batch beside those of its parts

@@ -6,7 +6,6 @@ those of the whole, the numbers do not depend on how a batch is cut. A model who
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -26,10 +25,11 @@ from meshwright.apply.randomness.python_calls import (
     varies_with_samples,
     ways_in_turn,
 )
-from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
+from meshwright.apply.randomness.sample_dims import Call, SiteDims
 from meshwright.apply.randomness.sample_loops import find_loops, note_loops
 from meshwright.describe.batches import BatchSplitter
 from meshwright.run.draw_orders import beside, draws_inside, few, following, in_order, of_unknown_order, orders, turned
+from meshwright.run.draw_owners import OutputDims, find_by_owners
 from meshwright.run.draw_parts import are_alike, are_parts, is_mean_of
 from meshwright.run.draw_slopes import try_drawn_slopes
 from meshwright.run.draws_found import DrawsFound
@@ -62,6 +62,7 @@ class DrawTrials:
         with_graph: As for `TrialDraws`.
         weigh: Gives the weight of a part's mean, where gradients of parts are to give the whole's; else None.
         turns: As for `TrialDraws`.
+        may_probe: Whether the samples of drawn elements may be looked for by gradients, with all parameters whole.
     """
 
     def __init__(
@@ -74,14 +75,18 @@ class DrawTrials:
         with_graph: bool = False,
         weigh: Weigh = None,
         turns: Mapping[Site, Turns] | None = None,
+        may_probe: bool = False,
     ) -> None:
         self._weigh = weigh
         self._turns = turns
+        self._may_probe = may_probe
         self._module = module
         self._splitter = splitter
         self._make_step = make_step
         self._decides = decides
         self._with_graph = with_graph
+        self._by_owners: list[dict[Call, SiteDims]] | None = None
+        """Dims of calls by what these have influence on, once that was looked for."""
         self._chances: Sequence[int] = (0,)
         """The sets of random numbers with which parts have to give the whole."""
 
@@ -90,9 +95,9 @@ class DrawTrials:
         share, count = found.share, self._splitter.count
         if not self._decides and self._splitter.splits_by_row and count(share) >= 2 * _FEW:  # most models draw nothing
             few = self._splitter.cut(share, count(share) // _FEW)[0]
-            if not _noted(found, (yield from self._run([(few, 0)], {})))[0].notes and not found.uses_python:
+            if not found.noted((yield from self._run([(few, 0)], {})))[0].notes and not found.uses_python:
                 return Evidence()
-        whole = _noted(found, (yield from self._run([(share, 0)], {})))
+        whole = found.noted((yield from self._run([(share, 0)], {})))
         found.notes = whole[0].notes
         found.draws = bool(found.notes)
         decides = self._decides or found.uses_python or any(math.prod(note.shape) == 1 for note in found.notes.values())
@@ -147,7 +152,7 @@ class DrawTrials:
                 found.notes = whole[0].notes | found.notes
             found.inside = draws_inside(whole[0].notes) | found.inside
             found.seeds |= any(whole[0].marks & piece.marks for piece in pieces)
-            self._note_dims(found, whole[0], pieces)
+            found.note_dims(whole[0], pieces)
             loops = _note_loops(found, whole[0], pieces)
             found.inside = {
                 call: {n: k for n, k in own.items() if n not in loops} for call, own in found.inside.items()
@@ -166,7 +171,9 @@ class DrawTrials:
             found.is_proven = yield from self._prove(found, placed, dims)
             if found.is_proven:
                 found.dims.update(dims)
-        return merged if found.is_proven else (yield from self._follow_rows(found, placed))
+        if not found.is_proven:
+            merged = yield from self._follow_rows(found, placed)
+        return merged if found.is_proven else (yield from self._try_blocks(found, placed))
 
     def _try_turns(
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]], loops: Sequence[Call], merged: list[Call]
@@ -221,11 +228,29 @@ class DrawTrials:
                     return merged
         return []
 
+    def _try_blocks(
+        self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
+    ) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
+        """Try draws as blocks of the samples that they have influence on; return the calls with two orders of samples."""
+        if self._by_owners is None and self._may_probe:
+            self._by_owners = yield from find_by_owners(self._run, found.share, placed, found.dims)
+        for blocks in self._by_owners or []:
+            dims = {**found.dims, **blocks}
+            found.is_proven = yield from self._prove(found, placed, dims)
+            if found.is_proven:
+                found.dims = dims
+                return [call for call, own in dims.items() if own.is_merged and own.blocks is None]
+        return []
+
     def _look_for_unseen_rows(
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
     ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
         """Have draws follow rows that an index has chosen, though it chose all, in their order: samples without padding."""
-        merged = [call for call, own in found.dims.items() if own.is_merged and own.follows is None and not own.loop]
+        merged = [
+            call
+            for call, own in found.dims.items()
+            if own.is_merged and own.follows is own.blocks is None and not own.loop
+        ]
         if not merged:
             return
         (whole,) = yield from self._run([(found.share, 0)], found.dims)
@@ -272,24 +297,6 @@ class DrawTrials:
                 if are_alike(whole.outputs, run.outputs) and whole.loss == run.loss:
                     found.unclear += [f"draw {number} of {called(name)}" for name, number in calls]
 
-    @staticmethod
-    def _note_dims(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
-        for call, drawn in whole.notes.items():
-            shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
-            dims = find_dims([(whole.num_samples, drawn.shape), *shapes], may_vary=True)
-            if dims is None:
-                continue
-            if dims.dim is not None and dims.is_merged:
-                rows = (drawn.shape[dims.dim] // whole.num_samples, *drawn.sizes)
-                dims = dataclasses.replace(dims, rows=(rows,))
-            inner = drawn.shape[0 if dims.dim is None else dims.dim + 1 :]
-            is_beside = not dims.is_merged and dims.dim in drawn.moved
-            before = found.dims.setdefault(
-                call, dataclasses.replace(dims, inner=inner, kind=drawn.kind, is_beside=is_beside, site=drawn.site)
-            )
-            if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
-                found.unclear.append(f"draw {call[1]} of {called(call[0])}")
-
     def try_again(self, found: DrawsFound, dims: Mapping[Call, SiteDims], chance: int) -> Trials:
         """Find by known sample dims what losses the share and its parts have; none where their outputs are not the whole's.
 
@@ -320,6 +327,7 @@ class DrawTrials:
         dims: Mapping[Call, SiteDims],
         chance: int = 0,
         factors: Sequence[float] = (),
+        output_dims: OutputDims | None = None,
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
         with_graph = self._with_graph or bool(factors)
         draws = [
@@ -329,6 +337,7 @@ class DrawTrials:
                 chance=chance,
                 with_graph=with_graph,
                 turns=self._turns,
+                output_dims=output_dims,
             )
             for batch, first in batches
         ]
@@ -379,14 +388,3 @@ def _note_loops(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraw
     loops = find_loops([(one.num_samples, own) for one, own in zip((whole, *pieces), shapes, strict=True)])
     note_loops(found.dims, {call: (note.shape, note.kind) for call, note in whole.notes.items()}, loops)
     return loops
-
-
-def _noted(found: DrawsFound, made: list[TrialDraws]) -> list[TrialDraws]:
-    """Take note of generators that do not draw by place."""
-    found.uses_own |= any(one.uses_own for one in made)
-    found.uses_python |= any(one.uses_python for one in made)
-    found.is_unseen |= any(one.is_unseen for one in made)
-    found.loose += [
-        f"draw {n} of {called(name)}" for one in made for (name, n), note in one.notes.items() if note.is_loose
-    ]
-    return made

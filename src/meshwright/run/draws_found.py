@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from meshwright.apply.randomness.forward_draws import DrawNote
+from meshwright.apply.randomness.names import called
 from meshwright.apply.randomness.python_calls import Site, Turns
-from meshwright.apply.randomness.sample_dims import Call, SiteDims
+from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.run.losses.drawn import Tried
+from meshwright.run.trial_draws import TrialDraws
 
 __all__: list[str] = []
 
@@ -56,3 +58,35 @@ class DrawsFound:
     losses: Tried = None
     apart: str = ""
     """Why gradients of parts do not give the whole's."""
+
+    def noted(self, made: list[TrialDraws]) -> list[TrialDraws]:
+        """Take note of generators that do not draw by place, and return these forwards.
+
+        Args:
+            made: Forwards that have run.
+        """
+        self.uses_own |= any(one.uses_own for one in made)
+        self.uses_python |= any(one.uses_python for one in made)
+        self.is_unseen |= any(one.is_unseen for one in made)
+        self.loose += [
+            f"draw {n} of {called(name)}" for one in made for (name, n), note in one.notes.items() if note.is_loose
+        ]
+        return made
+
+    def note_dims(self, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
+        """Find the sample dims of calls by the shapes of the whole batch and of its parts."""
+        for call, drawn in whole.notes.items():
+            shapes = [(piece.num_samples, piece.notes[call].shape) for piece in pieces if call in piece.notes]
+            dims = find_dims([(whole.num_samples, drawn.shape), *shapes], may_vary=True)
+            if dims is None:
+                continue
+            if dims.dim is not None and dims.is_merged:
+                rows = (drawn.shape[dims.dim] // whole.num_samples, *drawn.sizes)
+                dims = dataclasses.replace(dims, rows=(rows,))
+            inner = drawn.shape[0 if dims.dim is None else dims.dim + 1 :]
+            is_beside = not dims.is_merged and dims.dim in drawn.moved
+            before = self.dims.setdefault(
+                call, dataclasses.replace(dims, inner=inner, kind=drawn.kind, is_beside=is_beside, site=drawn.site)
+            )
+            if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
+                self.unclear.append(f"draw {call[1]} of {called(call[0])}")

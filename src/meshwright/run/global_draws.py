@@ -30,6 +30,7 @@ from meshwright.run.draw_trials import DrawTrials, Trials, Weigh
 from meshwright.run.draws_found import DrawsFound
 from meshwright.run.draws_of_torch import why_torch_draws
 from meshwright.run.losses.loss import LossTerm
+from meshwright.run.losses.settle import has_room
 from meshwright.run.losses.trial_runs import run_alone, run_together
 
 __all__: list[str] = []
@@ -237,6 +238,7 @@ class GlobalDraws:
         with_graph = not (self._engine.is_prepared and self._engine.needs_lockstep)
         decides = self._draws_by_python
         options = {"decides": decides, "with_graph": with_graph, "weigh": weigh}
+        options["may_probe"] = with_graph or has_room(self._engine)
         options["turns"] = self._turns if self._has_loops else None
         return DrawTrials(self.module, splitter, self._trial, **options)
 

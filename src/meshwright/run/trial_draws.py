@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwright._torch_dispatch import batches_of_one
 from meshwright.apply.randomness.forward_draws import DrawNote, ForwardDraws
 from meshwright.apply.randomness.philox import key_of
+from meshwright.apply.randomness.probes import Probes, ProbesOfFactories
 from meshwright.apply.randomness.python_calls import Counts, PythonCalls, Site, Turns
 from meshwright.apply.randomness.python_seeding import calls_seeded
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
@@ -21,6 +22,7 @@ from meshwright.apply.randomness.single_numbers import near_end
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.python_state import PythonState
+from meshwright.run.draw_owners import OutputDims, owners_of
 from meshwright.run.losses.trial_forward import TrialOutcome
 from meshwright.trees import tensors_in
 
@@ -47,6 +49,7 @@ class TrialDraws:
         with_graph: Whether gradients are on, as in a step: code may look at that.
         turns: Of calls of Python's and NumPy's generators, each seeded by its place. None: they are counted, and their numbers
             come one after the other.
+        output_dims: Of the outputs, where the samples of drawn elements are looked for; None: they are not.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class TrialDraws:
         chance: int = 0,
         with_graph: bool = False,
         turns: Mapping[Site, Turns] | None = None,
+        output_dims: OutputDims | None = None,
     ) -> None:
         self._module = module
         self._make_step = make_step
@@ -68,8 +72,11 @@ class TrialDraws:
         self._chance = chance
         self._with_graph = with_graph
         self._turns = turns
+        self._output_dims = output_dims
         self.notes: dict[Call, DrawNote] = {}
         self.outputs: list[Tensor] = []
+        self.owners: dict[Call, Tensor] = {}
+        """The sample that each drawn element has influence on, where it is looked for."""
         self._forward.notes = self.notes
         self.num_samples = num_samples
         self.marks: frozenset[int] = frozenset()
@@ -101,6 +108,7 @@ class TrialDraws:
         torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
         state, told = torch.get_rng_state(), list[str]()
         hook = register_module_forward_pre_hook(count)
+        probes = self._forward.probes = None if self._output_dims is None else Probes(self.notes)
         try:
             with self._make_step(self._dims, self._chance) as step:
                 step.on_unknown = told.append
@@ -108,7 +116,16 @@ class TrialDraws:
                 try:
                     graph = torch.set_grad_enabled(self._with_graph)
                     near = near_end(ENDS.get(self._chance))
-                    with in_step(step), in_forward(self._forward), graph, batches_of_one(), self._seeded(step), near:
+                    made = contextlib.nullcontext() if probes is None else ProbesOfFactories(probes)
+                    with (
+                        in_step(step),
+                        in_forward(self._forward),
+                        graph,
+                        batches_of_one(),
+                        self._seeded(step),
+                        near,
+                        made,
+                    ):
                         yield
                 finally:
                     self.marks, self.python_end = step.marks, PythonState()
@@ -118,6 +135,8 @@ class TrialDraws:
                     self.is_unseen = not is_seen and not torch.equal(state, torch.get_rng_state())
         finally:
             hook.remove()
+            if probes is not None:
+                probes.leave()
 
     def _seeded(self, step: StepDraws) -> contextlib.AbstractContextManager[None]:
         place, is_seeded = (self._forward.first, self.num_samples), self._turns is not None
@@ -146,4 +165,8 @@ class TrialDraws:
 
     def take(self, outputs: Any) -> None:
         """Keep the outputs."""
-        self.outputs = [tensor.detach() for tensor in tensors_in(outputs) if type(tensor) is Tensor]
+        found = [tensor for tensor in tensors_in(outputs) if type(tensor) is Tensor]
+        if self._output_dims is not None and self._forward.probes is not None:
+            probes = self._forward.probes.of_calls
+            self.owners = owners_of(found, self._output_dims, probes, self.num_samples)
+        self.outputs = [tensor.detach() for tensor in found]

@@ -172,6 +172,22 @@ class Correlated(Likely):
         return root.sum(1) * chances[:, None]
 
 
+class Verified(Likely):
+    """A check of a late layer's results by the function that transformers' models call."""
+
+    def scale(self, spread: Tensor) -> Tensor:
+        torch._check_tensor_all(spread.isfinite(), lambda: "a spread is not finite")
+        return F.softplus(spread)
+
+
+class Unverified(Likely):
+    """The like, which the results do not pass."""
+
+    def scale(self, spread: Tensor) -> Tensor:
+        torch._check_tensor_all(spread > 1e9, lambda: "to satisfy the constraint of the model")
+        return spread
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "chosen": Chosen,
@@ -182,6 +198,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checked": Checked,
     "correlated": Correlated,
     "invalid": Invalid,
+    "verified": Verified,
+    "unverified": Unverified,
 }
 
 

@@ -346,10 +346,13 @@ TOLD: dict[str, Callable[[], nn.Module]] = {
 """Models whose rows are told apart by their number alone; or chosen in no trial."""
 
 
+_OF_LENGTHS = ("flattened", "sequences", "queries of other lengths")
+
+
 def batch(name: str, step: int, count: int) -> tuple[Tensor, Tensor]:
     """Return samples and labels."""
     generator = torch.Generator().manual_seed(100 + step)
-    length = LENGTH - 2 * (step % 2) if name == "flattened" else LENGTH
+    length = LENGTH - 2 * (step % 2) if name in _OF_LENGTHS else LENGTH
     shape = (count, NODES, LENGTH) if name == "edges" else (count, length, WIDTH)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if name == "by sign" and not step:

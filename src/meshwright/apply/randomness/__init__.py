@@ -9,6 +9,8 @@ known_dims       the dims of a draw, among those that trials have found
 draw_cuts        the part of a drawn tensor that each rank of a cut layer draws
 sample_loops     draws of a loop over samples, each known by its sample
 row_slices       slices of rows that begin or end inside of a sample
+sample_blocks    blocks of one sample each, in no order of the samples
+probes           zeros added to draws, by which a trial sees what they have influence on
 choice_by_index  one choice of rows by an index
 chosen_rows      rows that an index has chosen, followed to their samples
 row_choices      torch operators that choose rows, seen where draws follow them

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 
 from meshwright.apply.randomness.chosen_rows import ChosenRows, RowsChosen
+from meshwright.apply.randomness.probes import Probes
 from meshwright.apply.randomness.python_calls import PythonCalls
 from meshwright.apply.randomness.sample_dims import Call, Slicing
 
@@ -58,6 +59,8 @@ class ForwardDraws:
         """Where the code stood that made each call, for repetitions in backward."""
         self.python: PythonCalls | None = None
         """Calls of Python's and NumPy's generators, where each has its place."""
+        self.probes: Probes | None = None
+        """Of a trial that looks for what draws have influence on."""
 
     def again(self) -> ForwardDraws:
         """Return a forward of the same samples, at the same place among its draws."""

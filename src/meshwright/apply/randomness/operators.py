@@ -21,7 +21,7 @@ from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.dropouts import dropout, dropout_in_place, native_dropout
 from meshwright.apply.randomness.philox import ElementPlace, shape_of
 from meshwright.apply.randomness.recurrences import bernoulli_of_pack, layers_of_gpu, recurrence, running_pack
-from meshwright.apply.randomness.sites import place_of_draw, tell_own
+from meshwright.apply.randomness.sites import place_of_draw, running_forward, tell_own
 
 __all__: list[str] = []
 
@@ -87,7 +87,12 @@ def _guarded(name: str, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
             return _as_torch(name, *args, **kwargs)
     kwargs.pop("generator", None)
     result = kernel(*args, **kwargs)
-    return _as_torch(name, *args, **kwargs) if result is NotImplemented else result
+    if result is NotImplemented:
+        return _as_torch(name, *args, **kwargs)
+    forward = running_forward()
+    if forward is not None and forward.probes is not None:
+        forward.probes.add(result)
+    return result
 
 
 def _left_to_torch(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Slices of merged rows that begin or end inside of a sample, as a tensor-parallel layer takes them of frames."""
+"""Slices of merged rows that begin or end inside of a sample, as a tensor-parallel layer takes them of frames; and blocks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,36 @@ import torch
 from meshwright._torch_dispatch import draws_untouched
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.philox import ElementPlace, Level, RowPlaces, index_strides, merge_levels
+from meshwright.apply.randomness.sample_blocks import place_blocks
 from meshwright.apply.randomness.sample_dims import SiteDims, Slicing
 
 __all__: list[str] = []
 
 
-def place_slice(
-    key: int, shape: Sequence[int], dims: SiteDims, forward: ForwardDraws, slicing: Slicing | None
+def place_pieces(
+    key: int, shape: tuple[int, ...], dims: SiteDims, forward: ForwardDraws, slicing: Slicing | None
 ) -> ElementPlace | None:
-    """Return the places of a slice of merged rows that begins or ends inside of a sample; None where it is another call.
+    """Return the places of a tensor that holds pieces of samples, as `dims` say; None where it is another call.
 
     Args:
         key: Of the call.
         shape: The tensor's.
-        dims: Its sample dim.
+        dims: Its sample dim, or the blocks of samples.
         forward: The forward that is running.
-        slicing: The slices of the stream in which the call runs.
+        slicing: The slices of the stream in which the call runs, if in any.
     """
+    if dims.blocks is None:
+        return _place_slice(key, shape, dims, forward, slicing)
+    with torch.no_grad(), draws_untouched():
+        return place_blocks(
+            *(key, shape, dims, dims.blocks), first=forward.first, num_samples=forward.num_samples, slicing=slicing
+        )
+
+
+def _place_slice(
+    key: int, shape: Sequence[int], dims: SiteDims, forward: ForwardDraws, slicing: Slicing | None
+) -> ElementPlace | None:
+    """Return the places of a slice of merged rows that begins or ends inside of a sample; None where it is another call."""
     num_samples = forward.num_samples
     if slicing is None or not (dims.on_stream and dims.is_merged) or dims.dim != slicing[0] or num_samples < 1:
         return None

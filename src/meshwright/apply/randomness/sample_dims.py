@@ -26,6 +26,16 @@ class DrawnPart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SampleBlocks:
+    """Where the blocks of each sample lie in a drawn tensor: indices of its leading dims (`sample_blocks`)."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """Of each of these dims, its entries without samples, and what each sample adds [count]."""
+    lines: tuple[tuple[tuple[int, int, int], ...], ...]
+    """Of each of a sample's blocks, for each dim: its index, by how much each sample moves it, and each one of the batch."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SiteDims:
     """Which dim of a drawn tensor holds the samples.
 
@@ -52,6 +62,8 @@ class SiteDims:
     """Whether these were the rows that this module had chosen last, with each part of the first batch."""
     is_in_order: bool = False
     """Whether the index left no row out in the first batch, so that only rows in their order are known to be followed."""
+    blocks: SampleBlocks | None = None
+    """Where each sample's blocks lie, in no order of the samples; None: they lie in their order, or in that of an index."""
     is_beside: bool = dataclasses.field(default=False, compare=False)
     """Whether an index chose as many rows in some rank's first batch, not all in order, and the draw does not follow them."""
     rows: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
@@ -104,7 +116,7 @@ class Located:
 
 
 def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slicing | None = None) -> Located | None:
-    """Return where a tensor's elements lie; None where its shape does not fit.
+    """Return where a tensor's elements lie; None where its shape does not fit, or it holds blocks of samples.
 
     Args:
         shape: The tensor's.
@@ -112,6 +124,8 @@ def locate(shape: Sequence[int], dims: SiteDims, num_samples: int, slicing: Slic
         num_samples: Samples of the forward [count].
         slicing: The slices of the stream in which the call runs, if in any.
     """
+    if dims.blocks is not None:
+        return None
     cut, skipped = dims.cut, 0
     if dims.on_stream and slicing is not None:
         dim, sizes, rank = slicing
@@ -208,6 +222,7 @@ def to_rows(dims: Mapping[Call, SiteDims]) -> list[list[Any]]:
             d.rows,
             d.inner,
             d.site,
+            None if d.blocks is None else [d.blocks.sizes, d.blocks.lines],
         ]
         for call, d in dims.items()
     ]
@@ -226,9 +241,18 @@ def from_rows(rows: Sequence[Sequence[Any]]) -> dict[Call, SiteDims]:
             inner=tuple(inner),
             kind=kind,
             site=site,
+            blocks=None if blocks is None else _blocks_of(*blocks),
         )
-        for name, number, kind, place, (by, last, in_order, beside), known, inner, site in rows
+        for name, number, kind, place, (by, last, in_order, beside), known, inner, site, blocks in rows
     }
+
+
+def _blocks_of(sizes: Sequence[Sequence[int]], lines: Sequence[Sequence[Sequence[int]]]) -> SampleBlocks:
+    """Return blocks of JSON values."""
+    return SampleBlocks(
+        tuple((base, each) for base, each in sizes),
+        tuple(tuple((base, own, each) for base, own, each in block) for block in lines),
+    )
 
 
 def of_all_ranks(found: Sequence[Mapping[Call, SiteDims]]) -> dict[Call, SiteDims]:

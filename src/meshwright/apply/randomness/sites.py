@@ -27,7 +27,7 @@ from meshwright.apply.randomness.known_dims import cut_in_turn, dims_of_call, of
 from meshwright.apply.randomness.names import LOSS, Names, batch_of_attention, called
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, Level, key_of, merge_levels
 from meshwright.apply.randomness.row_places import has_other_rows, is_on_rows, place_in_rows, sizes_given
-from meshwright.apply.randomness.row_slices import place_slice
+from meshwright.apply.randomness.row_slices import place_pieces
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, Slicing, locate
 from meshwright.apply.randomness.sample_loops import in_turn, loops_of
 from meshwright.errors import ApplyError
@@ -158,7 +158,7 @@ class StepDraws:
                     "batch, which no size of what modules were given explains: it may depend on the layout"
                 )
             found = _located(shape, dims, forward.num_samples, slicing)
-            if found is None and (place := place_slice(key_of(text), shape, dims, forward, slicing)) is not None:
+            if found is None and (place := place_pieces(key_of(text), shape, dims, forward, slicing)) is not None:
                 return place
         if 0 in shape:
             return ElementPlace(key_of(text), (Level(0, 0, 1),), NO_SAMPLE)  # an expert without tokens

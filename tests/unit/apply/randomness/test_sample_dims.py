@@ -11,7 +11,7 @@ from meshwright.apply.randomness import distributions
 from meshwright.apply.randomness.draw_cuts import find_cut
 from meshwright.apply.randomness.forward_draws import ForwardDraws
 from meshwright.apply.randomness.philox import NO_SAMPLE, ElementPlace, key_of, words_at
-from meshwright.apply.randomness.row_slices import place_slice
+from meshwright.apply.randomness.row_slices import place_pieces
 from meshwright.apply.randomness.sample_dims import DrawnPart, SiteDims, find_dims, locate
 
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_slices_of_merged_rows_have_the_numbers_of_the_whole(sizes: tuple[int, .
     assert found is not None
     whole = words_at(ElementPlace(key, found.levels, 4), 0, CPU)
     parts = [
-        place_slice(key, (size, *shape), dims, ForwardDraws(4, 5), (0, sizes, rank)) for rank, size in enumerate(sizes)
+        place_pieces(key, (size, *shape), dims, ForwardDraws(4, 5), (0, sizes, rank)) for rank, size in enumerate(sizes)
     ]
     assert all(part is not None for part in parts)
     assert torch.equal(torch.cat([words_at(part, 0, CPU) for part in parts if part]), whole)
@@ -154,9 +154,9 @@ def test_slices_of_merged_rows_have_the_numbers_of_the_whole(sizes: tuple[int, .
 def test_another_call_than_a_slice_of_merged_rows_has_no_places() -> None:
     dims = SiteDims(0, num_dims=3, is_merged=True, on_stream=True)
     forward, slicing = ForwardDraws(0, 5), (0, (20, 20), 1)
-    assert place_slice(1, (40, 2, 3), dims, forward, slicing) is None  # the whole
-    assert place_slice(1, (20, 2, 3), SiteDims(0, num_dims=3, is_merged=True), forward, slicing) is None
-    assert place_slice(1, (20, 2, 3), dims, ForwardDraws(0, 3), slicing) is None  # 40 rows of 3 samples
+    assert place_pieces(1, (40, 2, 3), dims, forward, slicing) is None  # the whole
+    assert place_pieces(1, (20, 2, 3), SiteDims(0, num_dims=3, is_merged=True), forward, slicing) is None
+    assert place_pieces(1, (20, 2, 3), dims, ForwardDraws(0, 3), slicing) is None  # 40 rows of 3 samples
 
 
 def test_a_length_that_numbers_decide_is_no_cut() -> None:

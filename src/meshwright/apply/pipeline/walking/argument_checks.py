@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright._torch_private import FakeTensor, without_function_modes
@@ -16,7 +17,8 @@ __all__: list[str] = []
 _CONSTRAINTS = "torch.distributions.constraints"
 
 _ASKS = "_is_all_true"
-"""The function by which a distribution asks whether its arguments are valid: it raises ValueError where they are not."""
+"""The function by which a distribution asks whether its arguments are valid: it raises ValueError where they are not. So do
+checks of transformers' models."""
 
 
 def is_check(func: Callable[..., Any]) -> bool:
@@ -32,14 +34,14 @@ def _asks_constraint() -> bool:
     return frame is not None and frame.f_globals.get("__name__") == _CONSTRAINTS
 
 
-def is_valid(func: Callable[..., Any], values: Any) -> bool:
+def is_valid(func: Callable[..., Any], values: Any) -> bool | Tensor:
     """Answer such a question: by the values on the stage that has them, which raises as one device does; yes on the others.
 
     Args:
         func: What asks.
         values: What is true of each valid number.
     """
-    if isinstance(values, (StandIn, FakeTensor)):
-        return True
     with without_function_modes():
-        return bool(func(values))
+        if not isinstance(values, (StandIn, FakeTensor)):
+            return func(values)
+        return True if func is Tensor.__bool__ else torch.ones((), dtype=torch.bool)
