@@ -6,7 +6,6 @@ index of the leading dims. It is found from what each block has influence on, in
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +20,8 @@ NO_OWNER = -1
 """The sample of a block that none is influenced by."""
 _MOST = 1 << 16
 """Blocks of a sample [count]."""
+_MOST_SIZES = 64
+"""Numbers of samples whose blocks are kept [count]."""
 
 
 def find_blocks(seen: Sequence[tuple[int, Tensor]]) -> SampleBlocks | None:
@@ -98,9 +99,19 @@ def place_blocks(
     return ElementPlace(key, within.levels, 0, within.first_index, RowPlaces(samples, numbers * stride))
 
 
-@functools.lru_cache(maxsize=256)
-def _owners(blocks: SampleBlocks, num_samples: int) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
-    """Return the leading sizes, each block's sample, and its number among that sample's; None where blocks do not fit."""
+Laid = tuple[tuple[int, ...], Tensor, Tensor] | None
+"""The leading sizes, each block's sample, and its number among that sample's; None where blocks do not fit."""
+
+
+def _owners(blocks: SampleBlocks, num_samples: int) -> Laid:
+    if num_samples not in blocks.laid:
+        if len(blocks.laid) >= _MOST_SIZES:
+            blocks.laid.clear()
+        blocks.laid[num_samples] = _lay(blocks, num_samples)
+    return blocks.laid[num_samples]
+
+
+def _lay(blocks: SampleBlocks, num_samples: int) -> Laid:
     sizes = tuple(base + num_samples * each for base, each in blocks.sizes)
     lines = torch.tensor(blocks.lines, dtype=torch.int64)  # (blocks of a sample, dims, 3)
     samples = torch.arange(num_samples)[:, None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ class DrawnPart:
     rank: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class SampleBlocks:
     """Where the blocks of each sample lie in a drawn tensor: indices of its leading dims (`sample_blocks`)."""
 
@@ -33,6 +34,11 @@ class SampleBlocks:
     """Of each of these dims, its entries without samples, and what each sample adds [count]."""
     lines: tuple[tuple[tuple[int, int, int], ...], ...]
     """Of each of a sample's blocks, for each dim: its index, by how much each sample moves it, and each one of the batch."""
+
+    @functools.cached_property
+    def laid(self) -> dict[int, Any]:
+        """What `sample_blocks` has computed of it, by the samples of a forward: to hash thousands of blocks takes long."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
