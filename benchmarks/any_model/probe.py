@@ -172,10 +172,12 @@ def all_types() -> list[str]:
     """Return the architectures in drawn order: what is stopped has seen all kinds."""
     found: dict[str, None] = {}
     from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     for _, name in recipes.HEADS:
         mapping = getattr(auto, f"MODEL_FOR_{name}_MAPPING_NAMES" if name else "MODEL_MAPPING_NAMES")
         found.update(dict.fromkeys(mapping))
+    found.update(dict.fromkeys(CONFIG_MAPPING_NAMES))
     return sorted(found, key=lambda name: hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest())
 
 

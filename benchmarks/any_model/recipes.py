@@ -47,7 +47,36 @@ def heads_of(model_type: str) -> list[tuple[str, str]]:
         value = mapping.get(model_type)
         if value is not None:
             found.append((kind, value if isinstance(value, str) else value[0]))
-    return found
+    return found or [("base", name) for name in _classes_of(model_type)]
+
+
+def _classes_of(model_type: str) -> list[str]:
+    """Return the models that take a configuration which no auto mapping has: towers of larger models, and heads of few.
+
+    The larger classes first: those that hold others have a loss or outputs of their own.
+    """
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[model_type]
+    try:
+        modeling = _modeling_of(config)
+    except ModuleNotFoundError:
+        return []  # LayoutXLM has LayoutLMv2's
+    found = [
+        name
+        for name, cls in vars(modeling).items()
+        if isinstance(cls, type)
+        and issubclass(cls, transformers.PreTrainedModel)
+        and cls.config_class is config
+        and cls.__module__ == modeling.__name__
+        and cls.forward is not nn.Module.forward
+    ]
+    return sorted(found, key=lambda name: ("For" not in name, name.endswith("PreTrainedModel"), len(name)))
+
+
+def _modeling_of(config: type) -> Any:
+    package = config.__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.modeling_{package.rpartition('.')[2]}")
 
 
 def build(recipe: dict[str, Any]) -> nn.Module:
@@ -90,7 +119,7 @@ def build_hf(recipe: dict[str, Any]) -> nn.Module:
     for name, token in (("decoder_start_token_id", 1), ("pad_token_id", 0)):
         if getattr(config, name, None) is None:
             setattr(config, name, token)
-    cls = getattr(transformers, recipe["class"])
+    cls = getattr(transformers, recipe["class"], None) or getattr(_modeling_of(config_class), recipe["class"])
     if isinstance(wanted := cls.config_class, type) and not isinstance(config, wanted):
         config = next((part for part in vars(config).values() if isinstance(part, wanted)), config)
     model = cls(config)

@@ -39,8 +39,8 @@ class LaterWrites:
     Args:
         module: The model.
         stage_map: Which stage runs what.
-        in_parts: Whether layers are cut. A cut one has other integers in its attributes, and shorter buffers, than a whole one:
-            only what has changed since `begin` is compared.
+        in_parts: Whether layers will be cut. A cut one has other integers in its attributes, and shorter buffers, than a whole
+            one, and the whole one's where it runs whole: only what is neither is compared.
     """
 
     def __init__(self, module: nn.Module, stage_map: StageMap, *, in_parts: bool) -> None:
@@ -50,6 +50,8 @@ class LaterWrites:
         self._map = stage_map
         self._in_parts = in_parts
         self._owners: dict[Slot, nn.Module] = {}
+        slots = [slot for slots in stage_map.flow.watched.values() for slot in slots if in_parts]
+        self._whole = {slot: facts_in([self._of(slot)]) for slot in slots if type(self._of(slot)) is int}
         self._first: dict[Slot, tuple[float, ...]] = {}
         self._modules: dict[str, list[tuple[str, nn.Module, frozenset[str]]]] = {}
         self._named = frozenset(stage_map.flow.named)
@@ -75,7 +77,10 @@ class LaterWrites:
         values = [self._of(slot) for slot in slots]
         if self._in_parts and values:
             of_each = [facts_in([value]) for value in values]
-            changed = [self._first[slot] != facts for slot, facts in zip(slots, of_each, strict=True)]
+            changed = [
+                facts not in (self._first[slot], self._whole.get(slot))
+                for slot, facts in zip(slots, of_each, strict=True)
+            ]
             values = [(at, value) for at, (value, differs) in enumerate(zip(values, changed, strict=True)) if differs]
         values += [(*slot, self._of(slot)) for slot in self._late(unit)]
         return facts_in(values) if values else ()
