@@ -35,6 +35,10 @@ def test_one_process(name: str, line: str) -> None:
         ("first rows", "tp=2"),
         ("first rows", "dp=2,zero=2"),
         ("noise", "dp=2"),
+        ("hidden documents", "dp=2"),
+        ("hidden documents", "pp=2,micro_batches=2"),
+        ("hidden encoder", "dp=2,zero=3,whole_below=0"),
+        ("hidden documents", "dp=2,zero=3,whole_below=0"),
     ],
 )
 def test_two_ranks(name: str, line: str) -> None:
@@ -50,6 +54,7 @@ def test_four_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_rows_of_no_known_sample_are_told(name: str) -> None:
-    """Rows that several samples see, and as many rows of each sample as in no trial."""
+    """Rows that several samples see, as many rows of each sample as in no trial, and rows that the first batch's masks hide."""
     reasons = train(name, "micro_batches=2", steps=2)[2]
-    assert any("with the same random numbers" in reason or "no known sample dim" in reason for reason in reasons)
+    told = ("with the same random numbers", "no known sample dim", "does not show in what order")
+    assert any(text in reason for reason in reasons for text in told)

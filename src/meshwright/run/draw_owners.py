@@ -6,15 +6,16 @@ of each element, however many there are.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.apply.randomness.forward_draws import DrawNote
-from meshwright.apply.randomness.sample_blocks import NO_OWNER, find_blocks
+from meshwright.apply.randomness.sample_blocks import NO_OWNER, find_blocks, unseen_blocks
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
 
@@ -22,6 +23,8 @@ __all__: list[str] = []
 
 _SEVERAL = -2
 """The owner of an element that several samples are influenced by."""
+_CHANCES = (0, *range(3, 10))
+"""The sets of random numbers by which owners are looked for: one may hide a row behind a maximum, or behind a mask."""
 
 OutputDims = Sequence[SiteDims | None]
 """Of each output, the dim that holds the samples; None: no dim does."""
@@ -56,6 +59,8 @@ def find_by_owners(
 ) -> Generator[list[TrialForward], list[TrialOutcome], list[dict[Call, SiteDims]]]:
     """Return the dims of calls by what they have influence on, for each order of samples that outputs may have.
 
+    Owners that one set of random numbers does not show are those that others show.
+
     Args:
         run: Runs (batch, place of its first sample) with known dims; with gradients where there are ``factors``.
         share: The whole.
@@ -65,11 +70,93 @@ def find_by_owners(
     (whole,), pieces = (yield from run([(share, 0)], known)), (yield from run(placed, known))
     found = list[dict[Call, SiteDims]]()
     for dims in output_dims(whole, pieces):
-        tried = yield from run([(share, 0), *placed], known, factors=[1.0] * (1 + len(placed)), output_dims=dims)
-        by_owners = {} if any(one.outcome.error for one in tried) else dims_by_owners(known, tried[0], tried[1:])
+        owned, by_owners = list[Probed](), dict[Call, SiteDims]()
+        for chance in _CHANCES:
+            factors = [1.0] * (1 + len(placed))
+            tried = yield from run([(share, 0), *placed], known, chance, factors=factors, output_dims=dims)
+            if any(one.outcome.error for one in tried):
+                break
+            hidden = _num_hidden(owned)
+            owned = _filled(owned, tried)
+            by_owners = dims_by_owners(known, owned[0], owned[1:])
+            if _shows_all({**known, **by_owners}, owned[0]) or _num_hidden(owned) == hidden:
+                break
         if by_owners and by_owners not in found:
             found.append(by_owners)
     return found
+
+
+def find_hidden(
+    run: Run, share: Any, placed: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], *, may_probe: bool
+) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
+    """Return the calls some of whose rows are of no known sample, and may have influence on outputs even so.
+
+    They are hidden by numbers, as a mask of the first batch, or a buffer of zeros. NaNs in them show that. NaNs in one sample's
+    rows that reach outputs of others show that these may not be its own.
+
+    Args:
+        run: As for `find_by_owners`.
+        share: The whole.
+        placed: Its parts.
+        dims: Dims, by call.
+        may_probe: Whether gradients may be taken.
+    """
+    merged = {
+        call: own for call, own in dims.items() if own.is_merged and not own.loop and own.follows is own.blocks is None
+    }
+    if not merged and not any(own.blocks for own in dims.values()):
+        return []
+    (whole,), pieces = (yield from run([(share, 0)], dims)), (yield from run(placed, dims))
+    count, hidden = whole.num_samples, list[Call]()
+    unseen = {call: unseen_blocks(own.blocks, count) for call, own in dims.items() if own.blocks}
+    marked = {call: mask for call, mask in unseen.items() if mask is not None}
+    if marked:
+        (other,) = yield from run([(share, 0)], dims, marked=marked)
+        if not _spares_others(whole, other, [None] * len(whole.outputs)):
+            hidden += marked
+    rows = {
+        call: _samples_of_rows(whole.notes[call].shape, merged[call], count) for call in merged if call in whole.notes
+    }
+    if not rows or not may_probe:
+        return hidden
+    (other,) = yield from run([(share, 0)], dims, marked={call: own == count - 1 for call, own in rows.items()})
+    kinds = output_dims(whole, pieces)
+    if any(_spares_others(whole, other, kind) for kind in kinds):
+        return hidden
+    (seen,) = yield from run([(share, 0)], dims, factors=[1.0], output_dims=kinds[0])
+    for call, own in rows.items():
+        owners = seen.owners.get(call)
+        if owners is not None and bool((_blocks(owners, own.dim()) == NO_OWNER).any()):
+            hidden.append(call)
+    return hidden
+
+
+def _samples_of_rows(shape: Sequence[int], dims: SiteDims, num_samples: int) -> Tensor:
+    """Return the sample of each row of the dims up to the one that holds the samples."""
+    dim = dims.dim or 0
+    places = torch.arange(shape[dim])
+    samples = places % num_samples if dims.is_minor else places // max(1, shape[dim] // num_samples)
+    return samples.expand(*shape[: dim + 1])
+
+
+@contextlib.contextmanager
+def zeros_moved(module: nn.Module) -> Iterator[None]:
+    """Put other numbers in place of a model's parameters that are zero inside the context.
+
+    Zeros hide what a layer's first steps do not let through, such as LayerScale and the last layer of a residual branch.
+    """
+    before = list[tuple[nn.Parameter, Tensor]]()
+    for parameter in module.parameters():
+        held = parameter.data
+        if type(held) is Tensor and held.is_floating_point() and bool((held == 0).any()):
+            numbers = torch.arange(held.numel(), dtype=held.dtype, device=held.device).mul_(0.7).cos_().mul_(0.1)
+            before.append((parameter, held))
+            parameter.data = torch.where(held == 0, numbers.view(held.shape), held)
+    try:
+        yield
+    finally:
+        for parameter, held in before:
+            parameter.data = held
 
 
 def owners_of(
@@ -136,6 +223,53 @@ def dims_by_owners(known: Mapping[Call, SiteDims], whole: Probed, pieces: Sequen
             given = {"num_dims": owners.dim(), "inner": tuple(owners.shape[1:]), "kind": note.kind, "site": note.site}
             found[call] = SiteDims(0, is_merged=True, blocks=blocks, **given)
     return found
+
+
+def _filled(before: Sequence[Probed], tried: Sequence[Probed]) -> Sequence[Probed]:
+    """Return runs whose elements without an owner have those of others."""
+    for one, other in zip(before, tried, strict=False):
+        for call, owners in other.owners.items():
+            own = one.owners.setdefault(call, owners)
+            one.notes.setdefault(call, other.notes[call])
+            if own.shape == owners.shape:
+                apart = (own != owners) & (own != NO_OWNER) & (owners != NO_OWNER)
+                own.copy_(torch.where(own == NO_OWNER, owners, own).masked_fill_(apart, _SEVERAL))
+    return before or tried
+
+
+def _num_hidden(runs: Sequence[Probed]) -> int:
+    """Return how many rows of what calls have drawn have no owner; -1 where nothing has run."""
+    rows = [(own == NO_OWNER).flatten(1).all(1) for one in runs for own in one.owners.values() if own.dim() > 1]
+    return sum(int(own.sum()) for own in rows) if runs else -1
+
+
+def _shows_all(dims: Mapping[Call, SiteDims], whole: Probed) -> bool:
+    """Tell whether elements of all calls have an owner where dims say one."""
+    for call, owners in whole.owners.items():
+        own = dims.get(call)
+        if own is None:
+            return False
+        if own.blocks is None and not _agrees(owners, own, whole.num_samples):
+            return False
+        if own.blocks is not None and unseen_blocks(own.blocks, whole.num_samples) is not None:
+            return False
+    return True
+
+
+def _spares_others(whole: Probed, other: Probed, dims: OutputDims) -> bool:
+    """Tell whether NaNs in rows of the last sample have reached its outputs alone; where these have no dims, none at all."""
+    if other.outcome.error is not None or len(whole.outputs) != len(other.outputs):
+        return False
+    for before, after, own in zip(whole.outputs, other.outputs, dims, strict=True):
+        lost = after.isnan() & ~before.isnan()
+        if own is not None:
+            last = _samples_of_rows(lost.shape, own, whole.num_samples) == whole.num_samples - 1
+            lost = lost & ~last.to(lost.device).view(*last.shape, *[1] * (lost.dim() - last.dim()))
+        elif before.dim() == 0 and any(one is not None for one in dims):
+            continue  # a mean over samples
+        if bool(lost.any()):
+            return False
+    return True
 
 
 def _by_sample(tensor: Tensor, dims: SiteDims, num_samples: int) -> Tensor:

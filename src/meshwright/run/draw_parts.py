@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.apply.randomness.sample_dims import find_dims
+from meshwright.apply.randomness.forward_draws import DrawNote
+from meshwright.apply.randomness.sample_dims import Call, find_dims
 
 __all__: list[str] = []
 
@@ -25,7 +26,13 @@ class Ran(Protocol):
 
     num_samples: int
     outputs: list[Tensor]
+    notes: dict[Call, DrawNote]
     loss: float
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it has run to the end, with finite outputs."""
+        ...
 
 
 def is_mean_of(whole: Ran, pieces: Sequence[Ran]) -> bool:
@@ -60,6 +67,12 @@ def are_parts(whole: Ran, pieces: Sequence[Ran]) -> bool:
             return False
         compared += 1
     return bool(compared) or (bool(means) and all(means))
+
+
+def draw_alike(runs: Sequence[Ran], others: Sequence[Ran]) -> bool:
+    """Tell whether forwards have run to the end with finite outputs, and have drawn as others have: nothing else was decided."""
+    shapes = [[{call: note.shape for call, note in one.notes.items()} for one in made] for made in (runs, others)]
+    return shapes[0] == shapes[1] and all(other.is_sound for other in others)
 
 
 def are_alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

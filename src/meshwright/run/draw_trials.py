@@ -26,11 +26,10 @@ from meshwright.apply.randomness.python_calls import (
     ways_in_turn,
 )
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
-from meshwright.apply.randomness.sample_loops import find_loops, note_loops
 from meshwright.describe.batches import BatchSplitter
 from meshwright.run.draw_orders import beside, draws_inside, few, following, in_order, of_unknown_order, orders, turned
-from meshwright.run.draw_owners import OutputDims, find_by_owners
-from meshwright.run.draw_parts import are_alike, are_parts, is_mean_of
+from meshwright.run.draw_owners import find_by_owners, find_hidden
+from meshwright.run.draw_parts import are_alike, are_parts, draw_alike, is_mean_of
 from meshwright.run.draw_slopes import try_drawn_slopes
 from meshwright.run.draws_found import DrawsFound
 from meshwright.run.losses.drawn import doubtful_gap, losses_of
@@ -127,6 +126,8 @@ class DrawTrials:
         if found.is_proven:
             yield from self._look_for_unseen_rows(found, placed)
             yield from self._look_for_unseen_orders(found, merged, loops)
+            hidden = yield from find_hidden(self._run, share, placed, found.dims, may_probe=self._may_probe)
+            found.unclear += [f"draw {number} of {called(name)}" for name, number in hidden]
         found.by_sample = found.uses_python and not found.is_proven
         return Evidence()
 
@@ -153,7 +154,7 @@ class DrawTrials:
             found.inside = draws_inside(whole[0].notes) | found.inside
             found.seeds |= any(whole[0].marks & piece.marks for piece in pieces)
             found.note_dims(whole[0], pieces)
-            loops = _note_loops(found, whole[0], pieces)
+            loops = found.note_loops(whole[0], pieces)
             found.inside = {
                 call: {n: k for n, k in own.items() if n not in loops} for call, own in found.inside.items()
             }
@@ -294,7 +295,11 @@ class DrawTrials:
                 if calls[0] in loops:  # a loop over samples may have any order: other numbers have to change something
                     other = {call: dims for call, dims in found.dims.items() if call not in calls}
                 (run,) = yield from self._run([(found.share, 0)], other)
-                if are_alike(whole.outputs, run.outputs) and whole.loss == run.loss:
+                if not (are_alike(whole.outputs, run.outputs) and whole.loss == run.loss):
+                    continue
+                own = yield from self._run_moved([(found.share, 0)], found.dims)
+                moved = yield from self._run_moved([(found.share, 0)], other)
+                if not draw_alike([whole, whole], [*own, *moved]) or are_alike(own[0].outputs, moved[0].outputs):
                     found.unclear += [f"draw {number} of {called(name)}" for name, number in calls]
 
     def try_again(self, found: DrawsFound, dims: Mapping[Call, SiteDims], chance: int) -> Trials:
@@ -327,7 +332,7 @@ class DrawTrials:
         dims: Mapping[Call, SiteDims],
         chance: int = 0,
         factors: Sequence[float] = (),
-        output_dims: OutputDims | None = None,
+        **looks: Any,
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
         with_graph = self._with_graph or bool(factors)
         draws = [
@@ -337,7 +342,7 @@ class DrawTrials:
                 chance=chance,
                 with_graph=with_graph,
                 turns=self._turns,
-                output_dims=output_dims,
+                **looks,
             )
             for batch, first in batches
         ]
@@ -350,6 +355,15 @@ class DrawTrials:
             own.loss, own.outcome = outcome.value, outcome
         return draws
 
+    def _run_moved(
+        self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], chance: int = 0
+    ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
+        """Run with other numbers in place of zeros, of whole parameters; nothing where they cannot be so."""
+        if not (self._with_graph or self._may_probe):
+            return []
+        factors = () if self._with_graph else [1.0] * len(batches)
+        return (yield from self._run(batches, dims, chance, factors, moves_zeros=True))
+
     def _prove(
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims]
     ) -> Generator[list[TrialForward], list[TrialOutcome], bool]:
@@ -360,7 +374,11 @@ class DrawTrials:
             is_first = chance == self._chances[0]
             if is_first:
                 found.outputs = whole.outputs
-            if not self._are_parts(whole, pieces, dims):
+            holds = self._are_parts(whole, pieces, dims)
+            if holds and is_first and any(own.is_merged and own.follows is None for own in dims.values()):
+                moved = yield from self._run_moved([(found.share, 0), *placed], dims, chance)
+                holds = not draw_alike((whole, *pieces), moved) or self._are_parts(moved[0], moved[1:], dims)
+            if not holds:
                 found.losses = None
                 return False
             if is_first:
@@ -380,11 +398,3 @@ class DrawTrials:
         mixes = any(own.kind == "randperm" and own.dim is not None for own in dims.values())
         # Samples in a drawn order may change nothing this time, and so may numbers of which parts draw fewer.
         return not mixes and all(map(whole.draws_as_often_as, pieces)) and are_parts(whole, pieces)
-
-
-def _note_loops(found: DrawsFound, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> dict[str, int]:
-    """Note draws of loops over samples by one turn; return the modules that make them."""
-    shapes = [{call: note.shape for call, note in one.notes.items()} for one in (whole, *pieces)]
-    loops = find_loops([(one.num_samples, own) for one, own in zip((whole, *pieces), shapes, strict=True)])
-    note_loops(found.dims, {call: (note.shape, note.kind) for call, note in whole.notes.items()}, loops)
-    return loops

@@ -12,6 +12,7 @@ from meshwright.apply.randomness.forward_draws import DrawNote
 from meshwright.apply.randomness.names import called
 from meshwright.apply.randomness.python_calls import Site, Turns
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
+from meshwright.apply.randomness.sample_loops import find_loops, note_loops
 from meshwright.run.losses.drawn import Tried
 from meshwright.run.trial_draws import TrialDraws
 
@@ -90,3 +91,10 @@ class DrawsFound:
             )
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
                 self.unclear.append(f"draw {call[1]} of {called(call[0])}")
+
+    def note_loops(self, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> dict[str, int]:
+        """Note draws of loops over samples by one turn; return the modules that make them."""
+        shapes = [{call: note.shape for call, note in one.notes.items()} for one in (whole, *pieces)]
+        loops = find_loops([(one.num_samples, own) for one, own in zip((whole, *pieces), shapes, strict=True)])
+        note_loops(self.dims, {call: (note.shape, note.kind) for call, note in whole.notes.items()}, loops)
+        return loops

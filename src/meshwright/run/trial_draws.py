@@ -22,7 +22,7 @@ from meshwright.apply.randomness.single_numbers import near_end
 from meshwright.apply.randomness.sites import StepDraws, in_forward, in_step
 from meshwright.apply.state.outside import Outside
 from meshwright.python_state import PythonState
-from meshwright.run.draw_owners import OutputDims, owners_of
+from meshwright.run.draw_owners import OutputDims, owners_of, zeros_moved
 from meshwright.run.losses.trial_forward import TrialOutcome
 from meshwright.trees import tensors_in
 
@@ -50,6 +50,8 @@ class TrialDraws:
         turns: Of calls of Python's and NumPy's generators, each seeded by its place. None: they are counted, and their numbers
             come one after the other.
         output_dims: Of the outputs, where the samples of drawn elements are looked for; None: they are not.
+        marked: Blocks of what calls draw that become NaNs, as for `Probes`.
+        moves_zeros: Whether it runs with other numbers in place of parameters that are zero, as where samples are looked for.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class TrialDraws:
         with_graph: bool = False,
         turns: Mapping[Site, Turns] | None = None,
         output_dims: OutputDims | None = None,
+        marked: Mapping[Call, Tensor] | None = None,
+        moves_zeros: bool = False,
     ) -> None:
         self._module = module
         self._make_step = make_step
@@ -73,6 +77,8 @@ class TrialDraws:
         self._with_graph = with_graph
         self._turns = turns
         self._output_dims = output_dims
+        self._marked = marked
+        self._moves_zeros = moves_zeros or output_dims is not None
         self.notes: dict[Call, DrawNote] = {}
         self.outputs: list[Tensor] = []
         self.owners: dict[Call, Tensor] = {}
@@ -108,7 +114,8 @@ class TrialDraws:
         torch.default_generator.manual_seed(key_of(f"trial of {self.num_samples} from {self._forward.first}") >> 1)
         state, told = torch.get_rng_state(), list[str]()
         hook = register_module_forward_pre_hook(count)
-        probes = self._forward.probes = None if self._output_dims is None else Probes(self.notes)
+        looks = self._output_dims is not None
+        probes = self._forward.probes = Probes(self.notes, self._marked) if looks or self._marked else None
         try:
             with self._make_step(self._dims, self._chance) as step:
                 step.on_unknown = told.append
@@ -125,6 +132,7 @@ class TrialDraws:
                         self._seeded(step),
                         near,
                         made,
+                        zeros_moved(self._module) if self._moves_zeros else contextlib.nullcontext(),
                     ):
                         yield
                 finally:

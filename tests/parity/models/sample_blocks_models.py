@@ -68,6 +68,60 @@ class Noise(nn.Module):
         return self.head(self.first(x + noise[len(x) :].view_as(x)).tanh().mean(1) + noise[: len(x)])
 
 
+class Hidden(nn.Module):
+    """Documents beside queries in one tensor that weights of zero hide at first, as residual branches begin.
+
+    Args:
+        in_encoder: Whether such a weight scales a second encoder, for queries too; else what the documents give.
+    """
+
+    def __init__(self, *, in_encoder: bool) -> None:
+        super().__init__()
+        self.in_encoder = in_encoder
+        self.first, self.second, self.head = Expert(), Expert(), nn.Linear(2 * WIDTH, 3)
+        self.scale = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample."""
+        rows = self.first(torch.cat([x[:, 0], x[:, 1:].flatten(0, 1)]))
+        rows = rows + (self.scale if self.in_encoder else 1.0) * self.second(rows)
+        documents = rows[len(x) :].view(len(x), -1, WIDTH).mean(1)
+        return self.head(torch.cat([rows[: len(x)], documents * (1.0 if self.in_encoder else self.scale)], 1))
+
+
+class Best(Queries):
+    """The largest of each document's features: one set of random numbers shows some documents only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample."""
+        rows = self.encoder(torch.cat([x[:, 0], x[:, 1:].flatten(0, 1)]))
+        return self.head(torch.cat([rows[: len(x)], rows[len(x) :].view(len(x), -1, WIDTH).amax(1)], 1))
+
+
+class Masked(Queries):
+    """Documents of which the mask of the first batch leaves none.
+
+    Args:
+        way: "weigh" by the mask, "where", or "fill" in place.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of each sample."""
+        rows, mask = self.encoder(torch.cat([x[:, 0], x[:, 1:].flatten(0, 1)])), x[:, 1:, :1] > 100.0
+        documents = rows[len(x) :].view(len(x), -1, WIDTH)
+        if self.way == "weigh":
+            documents = documents * mask
+        elif self.way == "where":
+            documents = torch.where(mask, documents, 0.0)
+        else:
+            documents = documents.clone().masked_fill_(~mask, 0.0)
+        return self.head(torch.cat([rows[: len(x)], documents.sum(1)], 1))
+
+
 class Neighbours(nn.Module):
     """A mask that each sample shares with its neighbour: no row is of one sample alone."""
 
@@ -86,5 +140,14 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "sequences": Sequences,
     "first rows": FirstRows,
     "noise": Noise,
+    "hidden documents": lambda: Hidden(in_encoder=False),
+    "hidden encoder": lambda: Hidden(in_encoder=True),
+    "best": Best,
 }
-UNKNOWN: dict[str, Callable[[], nn.Module]] = {"neighbours": Neighbours, "queries of other lengths": Queries}
+UNKNOWN: dict[str, Callable[[], nn.Module]] = {
+    "neighbours": Neighbours,
+    "queries of other lengths": Queries,
+    "masked by weight": lambda: Masked("weigh"),
+    "masked by where": lambda: Masked("where"),
+    "masked in place": lambda: Masked("fill"),
+}

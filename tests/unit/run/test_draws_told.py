@@ -37,11 +37,11 @@ class Base(nn.Module):
 
 
 class Scaled(Base):
-    """Noise for flattened sequences, the samples innermost, that a weight of zero scales at first."""
+    """Noise for flattened sequences, the samples innermost, that a buffer of zeros scales at first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("weight", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn(LENGTH * len(x), WIDTH, dtype=x.dtype).view(LENGTH, len(x), WIDTH).transpose(0, 1)
@@ -144,11 +144,11 @@ class TimeFirst(Base):
 
 
 class Reversed(Base):
-    """Draws for each sample, the last one first; a weight of zero scales the numbers at first."""
+    """Draws for each sample, the last one first; a buffer of zeros scales the numbers at first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("weight", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         noise = [torch.rand(WIDTH, dtype=x.dtype) for _ in reversed(range(len(x)))][::-1]

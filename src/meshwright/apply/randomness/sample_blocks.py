@@ -99,6 +99,14 @@ def place_blocks(
     return ElementPlace(key, within.levels, 0, within.first_index, RowPlaces(samples, numbers * stride))
 
 
+def unseen_blocks(blocks: SampleBlocks, num_samples: int) -> Tensor | None:
+    """Return which blocks are of no sample, a mask of the leading dims; None where there are none, or blocks do not fit."""
+    laid = _owners(blocks, num_samples)
+    if laid is None or not bool((laid[1] == NO_OWNER).any()):
+        return None
+    return (laid[1] == NO_OWNER).view(laid[0])
+
+
 Laid = tuple[tuple[int, ...], Tensor, Tensor] | None
 """The leading sizes, each block's sample, and its number among that sample's; None where blocks do not fit."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.apply.randomness.distributions import uniform
-from meshwright.apply.randomness.probes import Probes
+from meshwright.apply.randomness.probes import Probes, ProbesOfFactories
 from meshwright.apply.randomness.sample_blocks import NO_OWNER, find_blocks, place_blocks
 from meshwright.apply.randomness.sample_dims import DrawnPart, SampleBlocks, SiteDims, from_rows, to_rows
 
@@ -103,3 +103,20 @@ def test_probes_leave_no_graph() -> None:
     assert list(probes.of_calls) == [("", 1)]
     probes.leave()
     assert not kept.requires_grad
+
+
+def test_nans_pass_masks_that_a_batch_decides() -> None:
+    """A weight of zero passes them by itself, `where` and `masked_fill` do not."""
+
+    class Drawn:
+        shape: tuple[int, ...] = (4, 2)
+
+    probes = Probes({("", 0): Drawn()}, {("", 0): torch.tensor([False, True, False, True])})
+    mask = torch.zeros(4, 1, dtype=torch.bool)
+    with ProbesOfFactories(probes):
+        drawn = torch.rand(4, 2)
+        chosen, filled, own = torch.where(mask, drawn, 0.0), drawn.masked_fill(~mask, 0.0), drawn.clone()
+        own.masked_fill_(~mask, value=0.0)
+    for result in (drawn, chosen, filled, own):
+        assert result.isnan().all(1).tolist() == [False, True, False, True]
+    assert not probes.of_calls
