@@ -50,14 +50,14 @@ def test_a_function_between_layers_may_save_its_result(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["pp=2", "pp=3,micro_batches=2"])
-@pytest.mark.parametrize("name", ["likely", "checked", "correlated", "verified"])
+@pytest.mark.parametrize("name", ["likely", "checked", "correlated", "verified", "asserted"])
 def test_distributions_of_a_late_layers_results_are_checked_where_they_are(name: str, line: str) -> None:
     """Their checks branch on values, which was refused though they decide nothing."""
     _check(name, line)
 
 
 @pytest.mark.parametrize("line", ["single", "pp=2"])
-@pytest.mark.parametrize("name", ["invalid", "unverified"])
+@pytest.mark.parametrize("name", ["invalid", "unverified", "refuted"])
 def test_a_distribution_that_is_not_valid_is_an_error_under_pipelines_too(name: str, line: str) -> None:
     outcomes = testing.run_outcomes(jobs.train, mw.Plan.parse(line).num_ranks, name, line)
     assert any("to satisfy the constraint" in str(outcome.error) for outcome in outcomes)

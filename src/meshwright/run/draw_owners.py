@@ -148,7 +148,7 @@ def zeros_moved(module: nn.Module) -> Iterator[None]:
     before = list[tuple[nn.Parameter, Tensor]]()
     for parameter in module.parameters():
         held = parameter.data
-        if type(held) is Tensor and held.is_floating_point() and bool((held == 0).any()):
+        if type(held) is Tensor and held.is_floating_point() and not held.is_meta and bool((held == 0).any()):
             numbers = torch.arange(held.numel(), dtype=held.dtype, device=held.device).mul_(0.7).cos_().mul_(0.1)
             before.append((parameter, held))
             parameter.data = torch.where(held == 0, numbers.view(held.shape), held)

@@ -188,6 +188,22 @@ class Unverified(Likely):
         return spread
 
 
+class Asserted(Likely):
+    """An assertion by torch's function, which traced models of images use."""
+
+    def scale(self, spread: Tensor) -> Tensor:
+        torch._assert(spread.isfinite().all(), "a spread is not finite")
+        return F.softplus(spread)
+
+
+class Refuted(Likely):
+    """The like, which the results do not pass."""
+
+    def scale(self, spread: Tensor) -> Tensor:
+        torch._assert((spread > 1e9).all(), "to satisfy the constraint of the model")
+        return spread
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "chosen": Chosen,
@@ -200,6 +216,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "invalid": Invalid,
     "verified": Verified,
     "unverified": Unverified,
+    "asserted": Asserted,
+    "refuted": Refuted,
 }
 
 

@@ -23,25 +23,31 @@ checks of transformers' models."""
 
 def is_check(func: Callable[..., Any]) -> bool:
     """Tell whether a torch function is such a question, which decides nothing but an error."""
-    return getattr(func, "__name__", "") == _ASKS or (func is Tensor.__bool__ and _asks_constraint())
+    is_asked = getattr(func, "__name__", "") == _ASKS or func is torch._assert
+    return is_asked or (func is Tensor.__bool__ and _asks_constraint())
 
 
 def _asks_constraint() -> bool:
-    """Tell whether a constraint itself looks at a value: whether a covariance matrix is symmetric, before it is factorized."""
+    """Tell whether a constraint looks at a value (whether a covariance matrix is symmetric, before it is factorized), or an
+    assertion of torch's.
+    """
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == _CONSTRAINTS
+    return frame is not None and (
+        frame.f_globals.get("__name__") == _CONSTRAINTS or frame.f_code is torch._assert.__code__
+    )
 
 
-def is_valid(func: Callable[..., Any], values: Any) -> bool | Tensor:
+def is_valid(func: Callable[..., Any], values: Any, *message: Any) -> bool | Tensor:
     """Answer such a question: by the values on the stage that has them, which raises as one device does; yes on the others.
 
     Args:
         func: What asks.
         values: What is true of each valid number.
+        message: Of what it raises, where it takes one.
     """
     with without_function_modes():
         if not isinstance(values, (StandIn, FakeTensor)):
-            return func(values)
+            return func(values, *message)
         return True if func is Tensor.__bool__ else torch.ones((), dtype=torch.bool)
