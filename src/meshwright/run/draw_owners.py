@@ -139,19 +139,23 @@ def _samples_of_rows(shape: Sequence[int], dims: SiteDims, num_samples: int) -> 
     return samples.expand(*shape[: dim + 1])
 
 
+def zeros_in(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters with zeros that may hide something; a bias, which is added, hides nothing."""
+    own = [parameter for name, parameter in module.named_parameters() if not name.endswith("bias")]
+    held = [p for p in own if type(p.data) is Tensor and p.is_floating_point() and not p.is_meta]
+    return [p for p in held if bool((p.data == 0).any())]
+
+
 @contextlib.contextmanager
 def zeros_moved(module: nn.Module) -> Iterator[None]:
     """Put other numbers in place of a model's parameters that are zero inside the context.
 
     Zeros hide what a layer's first steps do not let through, such as LayerScale and the last layer of a residual branch.
     """
-    before = list[tuple[nn.Parameter, Tensor]]()
-    for parameter in module.parameters():
-        held = parameter.data
-        if type(held) is Tensor and held.is_floating_point() and not held.is_meta and bool((held == 0).any()):
-            numbers = torch.arange(held.numel(), dtype=held.dtype, device=held.device).mul_(0.7).cos_().mul_(0.1)
-            before.append((parameter, held))
-            parameter.data = torch.where(held == 0, numbers.view(held.shape), held)
+    before = [(parameter, parameter.data) for parameter in zeros_in(module)]
+    for parameter, held in before:
+        numbers = torch.arange(held.numel(), dtype=held.dtype, device=held.device).mul_(0.7).cos_().mul_(0.1)
+        parameter.data = torch.where(held == 0, numbers.view(held.shape), held)
     try:
         yield
     finally:

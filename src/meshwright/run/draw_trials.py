@@ -28,7 +28,7 @@ from meshwright.apply.randomness.python_calls import (
 from meshwright.apply.randomness.sample_dims import Call, SiteDims
 from meshwright.describe.batches import BatchSplitter
 from meshwright.run.draw_orders import beside, draws_inside, few, following, in_order, of_unknown_order, orders, turned
-from meshwright.run.draw_owners import find_by_owners, find_hidden
+from meshwright.run.draw_owners import find_by_owners, find_hidden, zeros_in
 from meshwright.run.draw_parts import are_alike, are_parts, draw_alike, is_mean_of
 from meshwright.run.draw_slopes import try_drawn_slopes
 from meshwright.run.draws_found import DrawsFound
@@ -358,8 +358,8 @@ class DrawTrials:
     def _run_moved(
         self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], chance: int = 0
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
-        """Run with other numbers in place of zeros, of whole parameters; nothing where they cannot be so."""
-        if not (self._with_graph or self._may_probe):
+        """Run with other numbers in place of zeros; nothing where there are none, or parameters cannot be whole."""
+        if not (self._may_probe and (zeros_in(self._module) if self._with_graph else True)):
             return []
         factors = () if self._with_graph else [1.0] * len(batches)
         return (yield from self._run(batches, dims, chance, factors, moves_zeros=True))
