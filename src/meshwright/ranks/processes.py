@@ -81,6 +81,8 @@ def rank_environment(run_id: str, threads: int | None, extra: dict[str, str] | N
     if not any(name.startswith("MALLOC_") for name in environment):
         for name, value in HUGE_PAGES.items():
             environment.setdefault(name, value)
+    # Else a loop over a set of texts has another order in each process, and stages of a pipeline wait for other layers.
+    environment.setdefault("PYTHONHASHSEED", "0")
     environment.update(extra or {})
     environment[reaper.RUN_ID_VARIABLE] = run_id
     return environment

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.randomness.forward_draws import DrawNote
+from meshwright.apply.randomness.names import called
 from meshwright.apply.randomness.sample_blocks import NO_OWNER, find_blocks, unseen_blocks
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
@@ -87,9 +88,9 @@ def find_by_owners(
 
 
 def find_hidden(
-    run: Run, share: Any, placed: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], *, may_probe: bool
-) -> Generator[list[TrialForward], list[TrialOutcome], list[Call]]:
-    """Return the calls some of whose rows are of no known sample, and may have influence on outputs even so.
+    run: Run, share: Any, proven: Sequence[Probed], dims: Mapping[Call, SiteDims], *, probes: bool
+) -> Generator[list[TrialForward], list[TrialOutcome], list[str]]:
+    """Return, for people, the calls some of whose rows are of no known sample, and may have influence on outputs even so.
 
     They are hidden by numbers, as a mask of the first batch, or a buffer of zeros. NaNs in them show that. NaNs in one sample's
     rows that reach outputs of others show that these may not be its own.
@@ -97,16 +98,16 @@ def find_hidden(
     Args:
         run: As for `find_by_owners`.
         share: The whole.
-        placed: Its parts.
+        proven: What it and then its parts have given with these dims.
         dims: Dims, by call.
-        may_probe: Whether gradients may be taken.
+        probes: Whether gradients may be taken.
     """
     merged = {
         call: own for call, own in dims.items() if own.is_merged and not own.loop and own.follows is own.blocks is None
     }
     if not merged and not any(own.blocks for own in dims.values()):
         return []
-    (whole,), pieces = (yield from run([(share, 0)], dims)), (yield from run(placed, dims))
+    whole, *pieces = proven
     count, hidden = whole.num_samples, list[Call]()
     unseen = {call: unseen_blocks(own.blocks, count) for call, own in dims.items() if own.blocks}
     marked = {call: mask for call, mask in unseen.items() if mask is not None}
@@ -117,18 +118,22 @@ def find_hidden(
     rows = {
         call: _samples_of_rows(whole.notes[call].shape, merged[call], count) for call in merged if call in whole.notes
     }
-    if not rows or not may_probe:
-        return hidden
+    if not rows or not probes:
+        return _called(hidden)
     (other,) = yield from run([(share, 0)], dims, marked={call: own == count - 1 for call, own in rows.items()})
     kinds = output_dims(whole, pieces)
     if any(_spares_others(whole, other, kind) for kind in kinds):
-        return hidden
+        return _called(hidden)
     (seen,) = yield from run([(share, 0)], dims, factors=[1.0], output_dims=kinds[0])
     for call, own in rows.items():
         owners = seen.owners.get(call)
         if owners is not None and bool((_blocks(owners, own.dim()) == NO_OWNER).any()):
             hidden.append(call)
-    return hidden
+    return _called(hidden)
+
+
+def _called(calls: Sequence[Call]) -> list[str]:
+    return [f"draw {number} of {called(name)}" for name, number in calls]
 
 
 def _samples_of_rows(shape: Sequence[int], dims: SiteDims, num_samples: int) -> Tensor:

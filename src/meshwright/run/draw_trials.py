@@ -76,14 +76,15 @@ class DrawTrials:
         turns: Mapping[Site, Turns] | None = None,
         may_probe: bool = False,
     ) -> None:
-        self._weigh = weigh
+        self._weigh, self._may_probe = weigh, may_probe
         self._turns = turns
-        self._may_probe = may_probe
         self._module = module
         self._splitter = splitter
         self._make_step = make_step
         self._decides = decides
         self._with_graph = with_graph
+        self._proven: list[TrialDraws] = []
+        """The whole, and its parts that have given it."""
         self._by_owners: list[dict[Call, SiteDims]] | None = None
         """Dims of calls by what these have influence on, once that was looked for."""
         self._chances: Sequence[int] = (0,)
@@ -126,8 +127,7 @@ class DrawTrials:
         if found.is_proven:
             yield from self._look_for_unseen_rows(found, placed)
             yield from self._look_for_unseen_orders(found, merged, loops)
-            hidden = yield from find_hidden(self._run, share, placed, found.dims, may_probe=self._may_probe)
-            found.unclear += [f"draw {number} of {called(name)}" for name, number in hidden]
+            found.unclear += yield from find_hidden(self._run, share, self._proven, found.dims, probes=self._may_probe)
         found.by_sample = found.uses_python and not found.is_proven
         return Evidence()
 
@@ -359,7 +359,7 @@ class DrawTrials:
         self, batches: Sequence[tuple[Any, int]], dims: Mapping[Call, SiteDims], chance: int = 0
     ) -> Generator[list[TrialForward], list[TrialOutcome], list[TrialDraws]]:
         """Run with other numbers in place of zeros; nothing where there are none, or parameters cannot be whole."""
-        if not (self._may_probe and (zeros_in(self._module) if self._with_graph else True)):
+        if not self._may_probe or (self._with_graph and not zeros_in(self._module)):
             return []
         factors = () if self._with_graph else [1.0] * len(batches)
         return (yield from self._run(batches, dims, chance, factors, moves_zeros=True))
@@ -372,8 +372,7 @@ class DrawTrials:
             if chance in ENDS and not whole.is_sound:
                 continue
             is_first = chance == self._chances[0]
-            if is_first:
-                found.outputs = whole.outputs
+            found.outputs = whole.outputs if is_first else found.outputs
             holds = self._are_parts(whole, pieces, dims)
             if holds and is_first and any(own.is_merged and own.follows is None for own in dims.values()):
                 moved = yield from self._run_moved([(found.share, 0), *placed], dims, chance)
@@ -382,6 +381,7 @@ class DrawTrials:
                 found.losses = None
                 return False
             if is_first:
+                self._proven = [whole, *pieces]
                 weights = [
                     own.num_samples if self._weigh is None else self._weigh(part)
                     for own, (part, _) in zip(pieces, placed, strict=True)

@@ -36,7 +36,8 @@ _NUM_LIVES = 2**31 // _LIFE
 """Lives until tags come again [count]."""
 _OTHER_WAY_FIX = (
     "let only the batch decide which layers run, the same on all ranks; pass an example_batch= to apply_plan that takes every "
-    "branch; or use pp=1"
+    "branch; set PYTHONHASHSEED=0 for all ranks where code goes through a set of texts, whose order each process draws; or use "
+    "pp=1"
 )
 
 

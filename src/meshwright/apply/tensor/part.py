@@ -243,10 +243,9 @@ class Part:
         """Raise ApplyError where a hook hangs on a whole weight of an earlier call, and none on this one's."""
         if not torch.is_grad_enabled():
             return
-        before, self._hooks = (
-            self._hooks,
-            {name: own._backward_hooks for name, own in values.items() if own._backward_hooks},
-        )
+        with without_function_modes():  # a pipeline stage would see code that uses buffers
+            hooks = {name: own._backward_hooks for name, own in values.items() if own._backward_hooks}
+        before, self._hooks = self._hooks, hooks
         for name in before.keys() - self._hooks.keys():
             if before[name]:
                 raise ApplyError(

@@ -39,8 +39,8 @@ class LaterWrites:
     Args:
         module: The model.
         stage_map: Which stage runs what.
-        in_parts: Whether layers will be cut. A cut one has other integers in its attributes, and shorter buffers, than a whole
-            one, and the whole one's where it runs whole: only what is neither is compared.
+        in_parts: Whether layers will be cut. A cut one has other sizes in its attributes, and shorter buffers, than a whole one,
+            and the whole one's where it runs whole: only what is neither is compared.
     """
 
     def __init__(self, module: nn.Module, stage_map: StageMap, *, in_parts: bool) -> None:
@@ -51,7 +51,7 @@ class LaterWrites:
         self._in_parts = in_parts
         self._owners: dict[Slot, nn.Module] = {}
         slots = [slot for slots in stage_map.flow.watched.values() for slot in slots if in_parts]
-        self._whole = {slot: facts_in([self._of(slot)]) for slot in slots if type(self._of(slot)) is int}
+        self._whole = {slot: facts_in([self._of(slot)]) for slot in slots if type(self._of(slot)) in (int, tuple)}
         self._first: dict[Slot, tuple[float, ...]] = {}
         self._modules: dict[str, list[tuple[str, nn.Module, frozenset[str]]]] = {}
         self._named = frozenset(stage_map.flow.named)
