@@ -20,11 +20,13 @@ _ASKS = "_is_all_true"
 """The function by which a distribution asks whether its arguments are valid: it raises ValueError where they are not. So do
 checks of transformers' models."""
 
+_ASSERTS = "_assert"
+"""torch's assertion, which traced models have."""
+
 
 def is_check(func: Callable[..., Any]) -> bool:
     """Tell whether a torch function is such a question, which decides nothing but an error."""
-    is_asked = getattr(func, "__name__", "") == _ASKS or func is torch._assert
-    return is_asked or (func is Tensor.__bool__ and _asks_constraint())
+    return getattr(func, "__name__", "") in (_ASKS, _ASSERTS) or (func is Tensor.__bool__ and _asks_constraint())
 
 
 def _asks_constraint() -> bool:
@@ -34,9 +36,10 @@ def _asks_constraint() -> bool:
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
         frame = frame.f_back
-    return frame is not None and (
-        frame.f_globals.get("__name__") == _CONSTRAINTS or frame.f_code is torch._assert.__code__
-    )
+    if frame is None:
+        return False
+    place = frame.f_globals.get("__name__"), frame.f_code.co_name
+    return place[0] == _CONSTRAINTS or place == ("torch", _ASSERTS)
 
 
 def is_valid(func: Callable[..., Any], values: Any, *message: Any) -> bool | Tensor:
