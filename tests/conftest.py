@@ -21,6 +21,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # ranks import test modules by the names that pytest gives them: tests.parity.test_x
 
 os.environ.setdefault("MESHWRIGHT_CLUSTER", "none")  # no test measures the machine, but for those that say so
+os.environ.setdefault("PYTHONHASHSEED", "random")  # walks through sets are found where ranks differ
 
 # Ignored signals are inherited, from nohup and from shells' background jobs, and heeded. Tests send these themselves.
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -189,6 +189,7 @@ def _reference(recipe: dict[str, Any], shares: tuple[int, int], directory: Path)
 def work(arguments: argparse.Namespace) -> None:
     """Run the cells that have no row yet, in this process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # as `meshwright launch` starts ranks; those of a pool of tests differ
     finder.prepare()
     signal.signal(signal.SIGALRM, _late)
     pool.preload("benchmarks.any_model.cell", "transformers", "transformers.modeling_utils", "torch._dynamo")

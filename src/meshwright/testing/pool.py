@@ -49,7 +49,7 @@ class RankPool:
     """
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
-        self._env = env
+        self._env = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "random"), **(env or {})}
         self._groups: dict[int, RankGroup] = {}
         self._pids: dict[int, set[int]] = {}
         self._transport = ""
@@ -58,7 +58,7 @@ class RankPool:
 
     def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """Call `fn(*args)` on every rank and return the results in rank order."""
-        transport = {**os.environ, **(self._env or {})}.get(TRANSPORT_VARIABLE, "")
+        transport = {**os.environ, **self._env}.get(TRANSPORT_VARIABLE, "")
         if transport != self._transport:
             self.close()  # those of the other transport
             self._transport = transport
