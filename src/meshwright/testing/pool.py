@@ -49,12 +49,16 @@ class RankPool:
     """
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
-        self._env = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "random"), **(env or {})}
+        self._own = env or {}
         self._groups: dict[int, RankGroup] = {}
         self._pids: dict[int, set[int]] = {}
         self._transport = ""
         self.modules: tuple[str, ...] = ()
         """What ranks find imported when they start."""
+
+    @property
+    def _env(self) -> dict[str, str]:
+        return {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "random"), **self._own}
 
     def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """Call `fn(*args)` on every rank and return the results in rank order."""
