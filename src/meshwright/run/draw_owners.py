@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.apply.randomness.forward_draws import DrawNote
-from meshwright.apply.randomness.names import called
+from meshwright.apply.randomness.names import draw_called
 from meshwright.apply.randomness.sample_blocks import NO_OWNER, find_blocks, unseen_blocks
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.run.losses.trial_forward import TrialForward, TrialOutcome
@@ -102,9 +102,7 @@ def find_hidden(
         dims: Dims, by call.
         probes: Whether gradients may be taken.
     """
-    merged = {
-        call: own for call, own in dims.items() if own.is_merged and not own.loop and own.follows is own.blocks is None
-    }
+    merged = {call: own for call, own in dims.items() if own.has_merged_rows}
     if not merged and not any(own.blocks for own in dims.values()):
         return []
     whole, *pieces = proven
@@ -119,21 +117,17 @@ def find_hidden(
         call: _samples_of_rows(whole.notes[call].shape, merged[call], count) for call in merged if call in whole.notes
     }
     if not rows or not probes:
-        return _called(hidden)
+        return [*map(draw_called, hidden)]
     (other,) = yield from run([(share, 0)], dims, marked={call: own == count - 1 for call, own in rows.items()})
     kinds = output_dims(whole, pieces)
     if any(_spares_others(whole, other, kind) for kind in kinds):
-        return _called(hidden)
+        return [*map(draw_called, hidden)]
     (seen,) = yield from run([(share, 0)], dims, factors=[1.0], output_dims=kinds[0])
     for call, own in rows.items():
         owners = seen.owners.get(call)
         if owners is not None and bool((_blocks(owners, own.dim()) == NO_OWNER).any()):
             hidden.append(call)
-    return _called(hidden)
-
-
-def _called(calls: Sequence[Call]) -> list[str]:
-    return [f"draw {number} of {called(name)}" for name, number in calls]
+    return [*map(draw_called, hidden)]
 
 
 def _samples_of_rows(shape: Sequence[int], dims: SiteDims, num_samples: int) -> Tensor:
@@ -142,6 +136,11 @@ def _samples_of_rows(shape: Sequence[int], dims: SiteDims, num_samples: int) -> 
     places = torch.arange(shape[dim])
     samples = places % num_samples if dims.is_minor else places // max(1, shape[dim] // num_samples)
     return samples.expand(*shape[: dim + 1])
+
+
+def _of_all(rows: Tensor, like: Tensor) -> Tensor:
+    """Return what is known of the rows of a tensor in a form that its elements broadcast with."""
+    return rows.to(like.device).view(*rows.shape, *[1] * (like.dim() - rows.dim()))
 
 
 def zeros_in(module: nn.Module) -> list[nn.Parameter]:
@@ -273,7 +272,7 @@ def _spares_others(whole: Probed, other: Probed, dims: OutputDims) -> bool:
         lost = after.isnan() & ~before.isnan()
         if own is not None:
             last = _samples_of_rows(lost.shape, own, whole.num_samples) == whole.num_samples - 1
-            lost = lost & ~last.to(lost.device).view(*last.shape, *[1] * (lost.dim() - last.dim()))
+            lost = lost & ~_of_all(last, lost)
         elif before.dim() == 0 and any(one is not None for one in dims):
             continue  # a mean over samples
         if bool(lost.any()):
@@ -292,10 +291,7 @@ def _agrees(owners: Tensor, dims: SiteDims, num_samples: int) -> bool:
     """Tell whether elements with an owner are of the sample that dims say."""
     if dims.blocks is not None or dims.loop or dims.dim is None or owners.shape[dims.dim] % num_samples:
         return False
-    each = owners.shape[dims.dim] // num_samples
-    places = torch.arange(owners.shape[dims.dim], device=owners.device)
-    samples = places % num_samples if dims.is_minor else places // each
-    said = samples.view([-1] + [1] * (owners.dim() - dims.dim - 1))
+    said = _of_all(_samples_of_rows(owners.shape, dims, num_samples), owners)
     return bool(((owners == said) | (owners == NO_OWNER)).all())
 
 

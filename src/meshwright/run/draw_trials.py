@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.apply.randomness.names import LOSS, called
+from meshwright.apply.randomness.names import LOSS, called, draw_called
 from meshwright.apply.randomness.python_calls import (
     Counts,
     Site,
@@ -247,11 +247,7 @@ class DrawTrials:
         self, found: DrawsFound, placed: Sequence[tuple[Any, int]]
     ) -> Generator[list[TrialForward], list[TrialOutcome], None]:
         """Have draws follow rows that an index has chosen, though it chose all, in their order: samples without padding."""
-        merged = [
-            call
-            for call, own in found.dims.items()
-            if own.is_merged and own.follows is own.blocks is None and not own.loop
-        ]
+        merged = [call for call, own in found.dims.items() if own.has_merged_rows]
         if not merged:
             return
         (whole,) = yield from self._run([(found.share, 0)], found.dims)
@@ -300,7 +296,7 @@ class DrawTrials:
                 own = yield from self._run_moved([(found.share, 0)], found.dims)
                 moved = yield from self._run_moved([(found.share, 0)], other)
                 if not draw_alike([whole, whole], [*own, *moved]) or are_alike(own[0].outputs, moved[0].outputs):
-                    found.unclear += [f"draw {number} of {called(name)}" for name, number in calls]
+                    found.unclear += map(draw_called, calls)
 
     def try_again(self, found: DrawsFound, dims: Mapping[Call, SiteDims], chance: int) -> Trials:
         """Find by known sample dims what losses the share and its parts have; none where their outputs are not the whole's.

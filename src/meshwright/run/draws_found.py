@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.apply.randomness.forward_draws import DrawNote
-from meshwright.apply.randomness.names import called
+from meshwright.apply.randomness.names import draw_called
 from meshwright.apply.randomness.python_calls import Site, Turns
 from meshwright.apply.randomness.sample_dims import Call, SiteDims, find_dims
 from meshwright.apply.randomness.sample_loops import find_loops, note_loops
@@ -69,9 +69,7 @@ class DrawsFound:
         self.uses_own |= any(one.uses_own for one in made)
         self.uses_python |= any(one.uses_python for one in made)
         self.is_unseen |= any(one.is_unseen for one in made)
-        self.loose += [
-            f"draw {n} of {called(name)}" for one in made for (name, n), note in one.notes.items() if note.is_loose
-        ]
+        self.loose += [draw_called(call) for one in made for call, note in one.notes.items() if note.is_loose]
         return made
 
     def note_dims(self, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> None:
@@ -90,7 +88,7 @@ class DrawsFound:
                 call, dataclasses.replace(dims, inner=inner, kind=drawn.kind, is_beside=is_beside, site=drawn.site)
             )
             if before.dim != dims.dim and before.num_dims == dims.num_dims:  # chance decides what the call is
-                self.unclear.append(f"draw {call[1]} of {called(call[0])}")
+                self.unclear.append(draw_called(call))
 
     def note_loops(self, whole: TrialDraws, pieces: Sequence[TrialDraws]) -> dict[str, int]:
         """Note draws of loops over samples by one turn; return the modules that make them."""

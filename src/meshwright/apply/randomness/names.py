@@ -127,3 +127,8 @@ def series_of(name: str) -> str:
 def called(name: str) -> str:
     """Return how messages call a module of this name."""
     return "the loss" if name == LOSS else f"'{name}'" if name else "the model itself"
+
+
+def draw_called(call: tuple[str, int]) -> str:
+    """Return how messages call a draw: by its module, and its number among that module's draws."""
+    return f"draw {call[1]} of {called(call[0])}"

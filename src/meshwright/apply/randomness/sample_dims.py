@@ -81,6 +81,11 @@ class SiteDims:
     site: int = dataclasses.field(default=0, compare=False)
     """Where the code stood that drew when the dim was found, as `Names.site` gives it. 0: not known."""
 
+    @property
+    def has_merged_rows(self) -> bool:
+        """Whether the dim holds several entries of each sample, in the order of the samples alone."""
+        return self.is_merged and not self.loop and self.follows is None and self.blocks is None
+
 
 Slicing = tuple[int, tuple[int, ...], int]
 """Of a chain of layers on slices: the dim of the stream, each rank's entries there, and this rank [count]."""

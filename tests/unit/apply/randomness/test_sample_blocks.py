@@ -36,8 +36,10 @@ def found(kind: object, *counts: int) -> SampleBlocks:
     return blocks
 
 
-def numbers(blocks: SampleBlocks, shape: tuple[int, ...], first: int, count: int, **dims: object) -> Tensor:
-    own = SiteDims(0, num_dims=len(shape), is_merged=True, blocks=blocks, **dims)  # type: ignore[arg-type]
+def numbers(
+    blocks: SampleBlocks, shape: tuple[int, ...], first: int, count: int, cut: DrawnPart | None = None
+) -> Tensor:
+    own = SiteDims(0, num_dims=len(shape), is_merged=True, blocks=blocks, cut=cut)
     place = place_blocks(5, shape, own, blocks, first=first, num_samples=count, slicing=None)
     assert place is not None
     return uniform(place, torch.float64, CPU).view(shape)
