@@ -47,6 +47,33 @@ def test_is_one_device_s(line: str, kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", ["Contrast", "Noisy"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pp=2,micro_batches=2",
+        "pp=2,micro_batch_size=3,schedule=zb-h1",
+        "pp=2,micro_batches=3,schedule=gpipe",
+        "dp=2,pp=2,micro_batches=2",
+        "tp=2,pp=2,micro_batches=3",
+    ],
+)
+def test_a_pipeline_joins_its_micro_batches(line: str, kind: str) -> None:
+    plan = mw.Plan.parse(line)
+    for found in testing.run_ranks(jobs.train, plan.num_ranks, kind, line):
+        assert_one_device_s(found, kind)
+        told = [reason for reason in found["reasons"] if reason.startswith("batch:")]
+        assert len(told) == plan.dp
+        assert "the pipeline takes each batch as one micro-batch" in told[-1]
+
+
+@pytest.mark.parametrize("line", ["pp=2,micro_batches=3", "dp=2,pp=2,micro_batches=2"])
+def test_a_pipeline_joins_micro_batches_that_the_model_cannot_take(line: str) -> None:
+    for found in testing.run_ranks(jobs.train, mw.Plan.parse(line).num_ranks, "Several", line):
+        assert_one_device_s(found, "Several")
+        assert any("and the whole batch has a loss" in reason for reason in found["reasons"])
+
+
 # As a DeepSpeed configuration says it, whose accumulation is 1.
 @pytest.mark.parametrize("line", ["dp=2,micro_batch_size=4", "dp=2,zero=3,whole_below=0,micro_batch_size=4"])
 def test_a_size_of_micro_batches_that_cuts_no_share_keeps_none_from_joining(line: str) -> None:
@@ -171,7 +198,7 @@ def test_a_loss_of_the_user_s_is_one_device_s() -> None:
         assert_one_device_s(found, "Contrast")
 
 
-@pytest.mark.parametrize("line", ["dp=2,batch=split", "dp=2,micro_batches=2"])
+@pytest.mark.parametrize("line", ["dp=2,batch=split", "dp=2,micro_batches=2", "pp=2,batch=split,micro_batches=2"])
 def test_what_cuts_the_batch_even_so_is_refused(line: str) -> None:
     for outcome in testing.run_outcomes(jobs.train, 2, "Contrast", line):
         assert isinstance(outcome.error, mw.ApplyError)

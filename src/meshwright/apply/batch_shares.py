@@ -22,6 +22,9 @@ class BatchShares:
     joins_shares = ""
     """Why ranks join the shares that they are given to whole batches (``batch=auto``), for people; empty where they do not."""
 
+    joins_micro_batches = ""
+    """Why a pipeline takes each batch as one micro-batch (``batch=auto``), for people; empty where it does not."""
+
     is_at_work = False
     """Whether a step or an evaluation is under way: ranks that join shares have all samples there, and theirs alone elsewhere."""
 
@@ -65,12 +68,25 @@ class BatchShares:
     @property
     def batch_reasons(self) -> tuple[str, ...]:
         """What is to be known of it, for people."""
-        if not self.takes_whole_batch:
-            return ()
-        word, why = ("", f", since {self.joins_shares}") if self.joins_shares else (" (batch=whole)", "")
+        is_asked = self.takes_whole_batch and not self.joins_shares
+        return (self._tell_whole(" (batch=whole)"),) if is_asked else self.joined_reasons
+
+    @property
+    def joined_reasons(self) -> tuple[str, ...]:
+        """What is to be known of shares and micro-batches that the first batch has joined, for people."""
+        reasons = (f"{self._tell_whole('')}, since {self.joins_shares}",) if self.joins_shares else ()
+        if not self.joins_micro_batches:
+            return reasons
+        told = (
+            "batch: the pipeline takes each batch as one micro-batch: its stages work one after the other, and hold all "
+            f"activations of a batch, since {self.joins_micro_batches}"
+        )
+        return (*reasons, told)
+
+    def _tell_whole(self, word: str) -> str:
         return (
             f"batch: each of the {self.group.size} dp ranks computes all samples of a batch{word}: ZeRO saves memory, "
-            f"and dp saves no time{why}",
+            "and dp saves no time"
         )
 
     @property

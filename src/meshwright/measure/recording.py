@@ -137,8 +137,7 @@ def plan_steps(
                 )
             )
         if loss_reasons is not None:
-            joined = model.engine.batch_reasons if model.engine.joins_shares else ()
-            loss_reasons += [*joined, *model.stepper.rule.reasons]
+            loss_reasons += [*model.engine.joined_reasons, *model.stepper.rule.reasons]
         if draw_reasons is not None and model.stepper.draws is not None:
             draw_reasons += model.stepper.draws.reasons
         if model.world.stop_requested():  # since the last step began, which is when the ranks agree on it

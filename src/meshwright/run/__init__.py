@@ -10,7 +10,8 @@ assembly        module, engine and optimizer from the user's arguments
 building/       models built in pages of a file, pretrained weights
 step            the step: micro-batches, weights, reduction, clipping, the optimizer
 first_batch     what comes before the first step: trials, and the strategy's look at the model
-joined_shares   shares of dp ranks joined to whole batches, where parts do not do
+joined_shares   shares of dp ranks and a pipeline's micro-batches joined to whole batches, where parts do not do
+share_forms     forms of shares, which ranks compare before they join them
 agreement       first exchange of a step: counts, flags and sayings of all ranks
 exchange        second exchange: losses, weights and failures
 work            the work of a step as its engine sees it: losses, roots of backward, sums

@@ -160,6 +160,8 @@ def apply_plan(
     if built is not None and engine.deals_parameters_out:
         refuse_coupled(built, str(plan))
     gate = OptimizerGate(built)
+    # `split=` may cut along any dim, and ranks join shares along the first.
+    may_join = plan.mode == "ranks" and plan.batch == "auto" and (plan.dp == 1 or split is None)
     engine.adopt_optimizer(built)
     stepper = Stepper(
         engine,
@@ -174,7 +176,8 @@ def apply_plan(
         sentinels=sentinels,
         gate=gate,
         draws=GlobalDraws(engine, module, seed, _sharers(plan, world.rank)) if rng == "global" else None,
-        may_join=plan.mode == "ranks" and plan.dp > 1 and plan.batch == "auto" and split is None,
+        may_join=may_join and plan.dp > 1,
+        may_join_parts=may_join and plan.pp > 1,
     )
     if recompute is not None:
         recompute.before = engine.before_layer

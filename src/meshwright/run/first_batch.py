@@ -109,8 +109,9 @@ class FirstBatch(abc.ABC):
         self._has_looked = self.rule.is_settled = False
         if self.draws is not None:
             self.draws.forget()
+        if self.engine.joins_shares or self.engine.joins_micro_batches:
+            self.micro_batches, self.micro_batch_size = 1, None  # a whole batch is not cut
         if self.engine.joins_shares:
-            self.micro_batch_size = None  # a whole batch is not cut; it bounded the shares, none of which was
             self.sentinels.take_whole_batches(share)
         self._watch()
 

@@ -64,7 +64,8 @@ class Stepper(FirstBatch):
         sentinels: What compares the ranks with each other.
         gate: What lets the optimizer step here alone; None where it may step anywhere.
         draws: Random numbers of forwards that do not depend on the layout; None: torch's generators.
-        may_join: Whether ranks may join their shares to whole batches.
+        may_join: Whether ranks may join their shares to whole batches, of which nothing is cut.
+        may_join_parts: Whether micro-batches may be joined as well: a pipeline has them for its speed, others for memory.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Stepper(FirstBatch):
         gate: OptimizerGate | None = None,
         draws: GlobalDraws | None = None,
         may_join: bool = False,
+        may_join_parts: bool = False,
     ) -> None:
         self.engine = engine
         self.rule = rule
@@ -102,9 +104,9 @@ class Stepper(FirstBatch):
         self.gate = gate or OptimizerGate(None)
         self.draws = draws
         self.own_draws = OwnDraws(draws, engine, splitter)
-        self._shares = JoinedShares(
-            engine, splitter, rule, is_allowed=may_join and micro_batches == 1, most=micro_batch_size
-        )
+        cut = self._micro_batches if may_join_parts and self._is_cut else None
+        is_allowed = cut is not None or (may_join and micro_batches == 1)
+        self._shares = JoinedShares(engine, splitter, rule, is_allowed=is_allowed, most=micro_batch_size, cut=cut)
         self._watch()
 
     @property

@@ -56,7 +56,8 @@ class Plan(Value):
         offload: What is kept in the host's memory; "optimizer" is the state of this rank's shards, which are updated there.
         batch: What a dp rank takes of each global batch: "split" its share, "whole" all samples, as ranks that share layers do.
             "whole" is for models whose samples see one another: ZeRO still saves memory, and dp no time. "auto" is "split", and
-            "whole" where the first batch shows that shares do not give one device's loss; ranks join their shares then.
+            "whole" where the first batch shows that shares do not give one device's loss; ranks join their shares then, and
+            a pipeline its micro-batches. "split" refuses such a batch, of a pipeline without dp as well.
         micro_batch_size: Samples of one forward pass; None splits what comes [samples].
         bucket_bytes: Size of a gradient bucket, and of what ZeRO-2 lets lie before it is summed; None is the default [bytes].
         whole_below: ZeRO-3 keeps layers with fewer bytes of parameters whole; None is the default [bytes].
@@ -108,8 +109,11 @@ class Plan(Value):
             self._set(shard=None)
         if self.sequence_parallel == (self.tp > 1):
             self._set(sequence_parallel=None)
-        if self.dp == 1 or (self.mode != "ranks" and self.batch == "split"):
-            self._set(batch="auto")
+        if self.dp == 1 or self.mode != "ranks":
+            # Shares are one thing that "split" keeps, a pipeline's micro-batches another.
+            is_kept = self.mode == "ranks" and self.pp > 1 if self.batch == "split" else self.dp > 1
+            if not is_kept:
+                self._set(batch="auto")
         if self.schedule == "zbv" and self.virtual == 1:
             self._set(virtual=2)
         problems = Problems("plan")

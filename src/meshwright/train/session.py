@@ -171,7 +171,7 @@ class _Session:
         self._has_told_plan = model.engine.is_prepared
         if plan.layouts or plan.reasons:
             # What a warning has said already, at length, is not said again.
-            warned = list(model.engine.batch_reasons) if model.engine.joins_shares else []
+            warned = list(model.engine.joined_reasons)
             self._emit("planned", plan=plan.to_dict(), warned=warned)
 
     def _tell_held(self, model: ParallelModel) -> None:

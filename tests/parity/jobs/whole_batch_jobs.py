@@ -153,8 +153,23 @@ class Counted(nn.Module):
         return {"loss": out.square().mean(), "left": out}
 
 
+class Several(nn.Module):
+    """Samples apart from one another, by code that takes no fewer than three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if len(x) < 3:
+            raise ValueError(f"a batch needs three samples, this has {len(x)}")
+        out = self.down(torch.relu(self.up(x)))
+        return {"loss": (out - y[:, :3]).square().mean(), "left": out}
+
+
 KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Contrast, Normed, Centred, Noisy, OwnBackward, Paired, Balanced, Nudged, Counted)
+    kind.__name__: kind
+    for kind in (Contrast, Normed, Centred, Noisy, OwnBackward, Paired, Balanced, Nudged, Counted, Several)
 }
 KINDS |= {way: functools.partial(Compared, way) for way in ("rolled", "mined", "whitened")}
 
