@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -38,21 +39,31 @@ def observe(
         closed: Modules that stay in one piece.
         on_copy: Whether to run a copy of the model, with parameters of its own.
     """
-    # The ranks that do not observe run no forward, so the observing one must end with the same buffers and attributes.
-    buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     observed = copy_module(module, Tensor.detach) if on_copy else module
     units, kept = [name for name, _ in find_layers(observed)], set(closed)
     judged = Judged()
+    with _left_as_it_was(module), sharing_attributes(module, observed):
+        flow, units = _observe_units(observed, run, units, judged)
+        while (opened := with_one_opened(observed, flow, units, num_stages, kept)) is not None:
+            finer, opened = _observe_units(observed, run, opened, judged)
+            if flow.is_better_than(finer, num_stages):
+                kept.update(set(units) - set(opened))  # it stays in one piece
+            else:
+                flow, units = finer, opened
+        return flow
+
+
+@contextlib.contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, attributes and hooks after the context.
+
+    Ranks that do not observe run no forward, so the observing one must end with what they have. Each run has to begin with it,
+    too: what a first forward alone changes, such as a flag, would go unseen in a second one.
+    """
+    buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
     try:
-        with sharing_attributes(module, observed), hooks_put_back(module.modules()):
-            flow, units = _observe_units(observed, run, units, judged)
-            while (opened := with_one_opened(observed, flow, units, num_stages, kept)) is not None:
-                finer, opened = _observe_units(observed, run, opened, judged)
-                if flow.is_better_than(finer, num_stages):
-                    kept.update(set(units) - set(opened))  # it stays in one piece
-                else:
-                    flow, units = finer, opened
-            return flow
+        with hooks_put_back(module.modules()):
+            yield
     finally:
         attributes.restore()
         buffers.restore()
@@ -72,11 +83,12 @@ def _observe_units(
 def _observe_once(module: nn.Module, run: Callable[[nn.Module], Any], units: Sequence[str], judged: Judged) -> Flow:
     observer, known = ForwardObserver(module, units), set(module.parameters())
     try:
-        with scripts_in_python(), torch.enable_grad(), observer.attached(), observer.counter, observer:
-            run(module)
-        _refuse_new_parameters(module, known)
-        # What layers compute grows with the samples, what their parameters cost does not.
-        return observer.flow(run.pieces if isinstance(run, FirstRun) else 1, judged)
+        with _left_as_it_was(module):
+            with scripts_in_python(), torch.enable_grad(), observer.attached(), observer.counter, observer:
+                run(module)
+            _refuse_new_parameters(module, known)
+            # What layers compute grows with the samples, what their parameters cost does not.
+            return observer.flow(run.pieces if isinstance(run, FirstRun) else 1, judged)
     finally:
         observer.forget()
 
