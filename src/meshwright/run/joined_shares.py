@@ -92,7 +92,7 @@ class JoinedShares:
 
         def join_all() -> tuple[Any, list[int]] | None:
             found = join()
-            return found if found is None or self._cut is None else (found[0], self._counts_of_parts(*found))
+            return found if found is None or self._cut is None else (found[0], self._counts_of_parts(*found, self._cut))
 
         is_possible = self._is_allowed and not self._takes_whole and not self._could_not
         has_others = self._engine.num_shares > 1 and self._splitter.splits_by_row
@@ -154,10 +154,10 @@ class JoinedShares:
         """Return `_join` of the shares, or the batch itself where one rank of each stage takes it."""
         return self._join(batch) if self._engine.group.size > 1 else (batch, "", [self._splitter.count(batch)])
 
-    def _counts_of_parts(self, whole: Any, counts: list[int]) -> list[int]:
+    def _counts_of_parts(self, whole: Any, counts: list[int], cut: Callable[[Any], list[Any]]) -> list[int]:
         """Return the samples of all ranks' micro-batches of a whole batch, in their order [samples]."""
         shares = split_samples(whole, counts) if len(counts) > 1 else [whole]
-        return [self._splitter.count(part) for share in shares for part in self._cut(share)]
+        return [self._splitter.count(part) for share in shares for part in cut(share)]
 
     def _some_of(self, batch: Any) -> Any:
         """Return this rank's part of a batch for a trial that takes samples of many ranks; every rank calls it."""
