@@ -132,3 +132,13 @@ def _checked(text: str, address: int):
 def test_code_that_a_decorator_writes_in_each_process_is_what_it_wraps():
     assert _checked(FILE, 140) == _checked(FILE, 139)
     assert _checked(FILE, 140) != _checked(FILE.replace("return scaled(x)", "return scaled(-x)"), 140)
+
+
+def test_a_decorator_of_autocast_that_one_rank_has_run_is_the_same():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.scaled = torch.autocast("cpu", enabled=False)(lambda x: 2 * x)
+    before = dict(settings.of_modules(model))
+    model.scaled(torch.ones(2))
+    assert dict(settings.of_modules(model)) == before
+    other.scaled = torch.autocast("cpu", dtype=torch.bfloat16)(lambda x: 2 * x)
+    assert dict(settings.of_modules(other)) != before

@@ -97,9 +97,10 @@ def _text_of_callable(value: Any, depth: int) -> str | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    return {
-        str(key): item for key, item in sorted(getattr(value, "__dict__", {}).items(), key=lambda pair: str(pair[0]))
-    }
+    named = {str(key): item for key, item in getattr(value, "__dict__", {}).items()}
+    if isinstance(value, torch.autocast):  # what it found when it last began is no setting: one rank may have run it alone
+        named = {name: item for name, item in named.items() if not name.startswith("prev")}
+    return dict(sorted(named.items()))
 
 
 def of_modules(module: nn.Module) -> Rows:
