@@ -255,8 +255,3 @@ def test_a_reentrant_checkpoint_of_what_has_no_gradient_gives_none() -> None:
 def test_hooks_of_a_first_forward_are_kept_beside_cut_layers(name: str) -> None:
     """The layers were looked at on a copy alone, whose flag the stages did not have: refused."""
     _assert_equal(name, "tp=2,pp=2", jobs.run_cut)
-
-
-def test_hooks_of_a_first_forward_are_kept_where_it_is_looked_at_twice() -> None:
-    """The second look found the flag that the first had left, and no stage but the first had it: refused (X-Codec)."""
-    _assert_equal("installs_idly", "pp=2")

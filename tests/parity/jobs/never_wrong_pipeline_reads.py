@@ -283,6 +283,44 @@ class InstallsIdly(Installs):
         return self.idle(super().forward(x))
 
 
+class _Table(nn.Module):
+    """Keeps a table of positions in a buffer, and how much of it there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(64), persistent=False)
+        self.length = 0
+
+    def forward(self, size: int) -> Tensor:
+        if size > self.length:
+            self.table[:size] = torch.arange(size) / 10
+            self.length = size
+        return self.table[:size].clone()
+
+
+class _Placed(nn.Module):
+    """A block that adds positions."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table, self.inner = table, tanh_block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.table(x.shape[1]))
+
+
+class SharedTable(nn.Module):
+    """Two layers share such a table, which the first of them fills; others follow (rotary-embedding-torch)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = _Table()
+        self.blocks = nn.Sequential(_Placed(table), _Placed(table), tanh_block(), tanh_block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
 class _Grid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.arange(x.shape[1], dtype=x.dtype, device=x.device) - 1

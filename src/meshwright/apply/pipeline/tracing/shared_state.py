@@ -119,11 +119,12 @@ class SharedState:
             changed: Ids of buffers that units have written with this batch.
         """
         found: dict[int, list[tuple[str, Slot, bool]]] = {}
+        known_changes = set[tuple[int, str | None]]().union(*self._changes.values())  # whose users share a stage (`bonds`)
         for unit in self._units:
             for name, module in self._module.get_submodule(unit).named_modules(prefix=unit):
                 plain = [key for key, value in vars(module).items() if key not in OF_TORCH and _is_plain(value)]
                 own = [(key, id(buffer) in changed) for key, buffer in module._buffers.items()]
-                own += [(key, (id(vars(module)), key) in self._changes.get(unit, ())) for key in plain]
+                own += [(key, (id(vars(module)), key) in known_changes) for key in plain]
                 found.setdefault(id(vars(module)), []).extend((unit, (name, key), known) for key, known in own)
         uses = _AttributeUses(self._module, [child for _, child in modules_around(self._module, self._units)])
         used: dict[str, list[Slot]] = {unit: [] for unit in self._units}
