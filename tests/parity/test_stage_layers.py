@@ -15,6 +15,7 @@ from meshwright import testing
         ("adapters", "tp=2,pp=2,micro_batches=2"),  # one stage held an adapter in parts, the other one whole
         ("encoder", "tp=2,pp=2,micro_batches=2"),  # the paths of its stages are compared in test_path_hash
         ("encoder", "tp=2"),
+        ("one layer", "tp=2,pp=2,micro_batches=2"),  # kept in one piece for one MLP: refused
     ],
 )
 def test_one_processs_losses(name: str, plan: str) -> None:

@@ -107,7 +107,35 @@ class WithEncoder(nn.Module):
         return self.head(x.mean(1))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"adapters": WithAdapters, "encoder": WithEncoder}
+class Around(nn.Module):
+    """An MLP by the code around two layers, whose shards pass through that code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Layer(None, 0), Layer(None, 0)
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.last(self.first(x)))))
+
+
+class OfOneLayer(nn.Module):
+    """A model whose only layer holds all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Around()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "adapters": WithAdapters,
+    "encoder": WithEncoder,
+    "one layer": OfOneLayer,
+}
 
 
 def trained(name: str, plan: str) -> tuple[list[float], list[float]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 
+from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.tracing.stage_map import StageMap
 from meshwright.apply.tensor.tensor_layout import Chain, Region, TensorLayout, is_inside
 from meshwright.errors import ApplyError
@@ -17,19 +18,36 @@ _ALONE = {"vocabulary", "head", "gathered"}
 """Roles whose module takes and gives whole tensors by itself, or slices that know how to become whole."""
 
 
-def closed_units(layout: TensorLayout) -> set[str]:
-    """Return the modules that must not be split over stages: shards, or slices of the sequence, pass between their parts."""
-    layers = {layer for chain in layout.chains for layer in chain.layers}
-    return layers | {region.scope for region in layout.regions if not _is_apart(region)}
+def see_calls_around(layout: TensorLayout, look: Callable[..., Flow], num_stages: int) -> Flow:
+    """Return the calls of a forward. Modules stay in one piece where shards, or slices of the sequence, pass between their parts.
+
+    A module of shards is split where the model has too few layers otherwise; `without_spanning` drops what is cut across it.
+
+    Args:
+        layout: What will be cut.
+        look: Returns the calls of a forward with modules that stay in one piece, `closed`; every rank calls it.
+        num_stages: Stages that the model will be cut into [count].
+    """
+    scopes = {region.scope for region in layout.regions if not _is_apart(region)}
+    closed = scopes | {layer for chain in layout.chains for layer in chain.layers}
+    flow = look(closed=closed)
+    while len(flow.calls) < num_stages and (opened := closed & scopes & set(flow.units)):
+        closed -= opened
+        flow = look(closed=closed)
+    return flow
 
 
 def without_spanning(layout: TensorLayout, units: Sequence[str]) -> TensorLayout:
-    """Drop regions that begin and end at a module around several units: its forward runs on every stage.
+    """Drop regions that begin and end at a module around several units, or pass through its forward, which runs on every stage.
 
     Raises:
         ApplyError: No region is left.
     """
-    spanning = [region for region in layout.regions if any(_spans(name, units) for name in region.roles)]
+    spanning = [
+        region
+        for region in layout.regions
+        if any(_spans(name, units) for name in region.roles) or (not _is_apart(region) and _spans(region.scope, units))
+    ]
     if not spanning:
         return layout
     reason = "cut together with layers of other stages"

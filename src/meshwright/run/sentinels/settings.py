@@ -98,7 +98,9 @@ def _text_of_callable(value: Any, depth: int) -> str | None:
 
 def _attributes(value: Any) -> dict[str, Any]:
     named = {str(key): item for key, item in getattr(value, "__dict__", {}).items()}
-    if isinstance(value, torch.autocast):  # what it found when it last began is no setting: one rank may have run it alone
+    if isinstance(
+        value, torch.autocast
+    ):  # what it found when it last began is no setting: one rank may have run it alone
         named = {name: item for name, item in named.items() if not name.startswith("prev")}
     return dict(sorted(named.items()))
 
