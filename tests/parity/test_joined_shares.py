@@ -74,6 +74,12 @@ def test_a_pipeline_joins_micro_batches_that_the_model_cannot_take(line: str) ->
         assert any("and the whole batch has a loss" in reason for reason in found["reasons"])
 
 
+@pytest.mark.parametrize("line", ["dp=2,zero=2", "dp=2,pp=2,micro_batches=2"])
+def test_one_share_that_the_model_cannot_take_is_joined(line: str) -> None:
+    for found in testing.run_ranks(joined.longest, mw.Plan.parse(line).num_ranks, line):
+        assert found == pytest.approx(joined.longest("plain"), rel=FLOAT64)
+
+
 # As a DeepSpeed configuration says it, whose accumulation is 1.
 @pytest.mark.parametrize("line", ["dp=2,micro_batch_size=4", "dp=2,zero=3,whole_below=0,micro_batch_size=4"])
 def test_a_size_of_micro_batches_that_cuts_no_share_keeps_none_from_joining(line: str) -> None:

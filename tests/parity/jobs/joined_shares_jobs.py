@@ -37,6 +37,39 @@ def shares(kind: str, line: str, sizes: tuple[int, ...], change: str = "", loss:
     return found
 
 
+class Longest(nn.Module):
+    """Code that fails on samples none of which is long, as on a padded batch that is longer than all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if x[:, 0].max() < 5:
+            raise ValueError("no sample is as long as the batch")
+        return {"loss": (self.down(self.up(x).tanh()) - y[:, :3]).square().mean()}
+
+
+def longest(line: str) -> list[float]:
+    """Train on batches whose first half alone is long: no trial of the first rank's share fails."""
+    batches = [batch(step, 8) for step in range(STEPS)]
+    for each in batches:
+        each["x"][:4, 0] += 10
+    torch.manual_seed(0)
+    module = Longest().double()
+    if line == "plain":
+        optimizer, losses = sgd(module.parameters()), list[float]()
+        for each in batches:
+            loss = module(**each)["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+    model = mw.apply_plan(module, line, optimizer=sgd)
+    return [model.step(mw.split_batch(each, model)).loss for each in batches]
+
+
 def gather_between(line: str) -> list[Tensor]:
     """Gather outputs of an evaluation between steps on joined shares."""
     model, found = mw.apply_plan(functools.partial(build, "Contrast"), line, optimizer=sgd), list[Tensor]()

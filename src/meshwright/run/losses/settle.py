@@ -297,10 +297,15 @@ def _decide_beside_others(
     casts: torch.dtype | None,
 ) -> _Decision:
     """Return what shares have shown together with some samples of all ranks: samples of one class may be on two of them."""
-    if shows_nothing(seen):
-        return (
-            before if rule.join is None else _decide_by_shares(rule, engine, splitter, rule.join(), before, casts=casts)
-        )
+    is_silent = shows_nothing(seen)
+    # One rank's share may lack the sample that the model cannot do without: the longest of a padded batch.
+    has_raised = any((evidence.obstacle or "").startswith(RAISED) for _, evidence in seen)
+    if rule.join is not None and (is_silent or has_raised):
+        found = _decide_by_shares(rule, engine, splitter, rule.join(), before, casts=casts)
+        if is_silent or found.error is not None:
+            return found
+    elif is_silent:
+        return before
     is_open = any(evidence.obstacle is None and not evidence.is_sum for _, evidence in seen)
     some = rule.join_some() if rule.join_some is not None and is_open else None
     beside = _look_at_all(rule, engine, splitter, some, casts=casts, ignores_labels=False)
