@@ -16,6 +16,8 @@ from tests.parity.jobs import loss_jobs
 from tests.parity.jobs import never_wrong_pipeline_jobs as jobs
 from tests.parity.jobs import pipeline_failure_jobs as failures
 from tests.parity.jobs import unlike_ranks_jobs as unlike
+from tests.parity.jobs.never_wrong_pipeline_reads import build_old_spectral_norm
+from tests.parity.jobs.never_wrong_pipeline_states import WIDTH
 from tests.parity.jobs.pipeline_jobs import fail_for_another_stages_way
 from torch import Tensor
 
@@ -255,3 +257,14 @@ def test_a_reentrant_checkpoint_of_what_has_no_gradient_gives_none() -> None:
 def test_hooks_of_a_first_forward_are_kept_beside_cut_layers(name: str) -> None:
     """The layers were looked at on a copy alone, whose flag the stages did not have: refused."""
     _assert_equal(name, "tp=2,pp=2", jobs.run_cut)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2,pp=2"])
+def test_spectral_norm_of_old_is_computed_by_its_layers_stage(plan: str) -> None:
+    """The other stages refused the write into its vectors, by a weight that they do not hold."""
+    batches = [(torch.randn(6, WIDTH).double(), torch.randn(6, WIDTH).double()) for _ in range(3)]
+    expected = testing.oracle_steps(build_old_spectral_norm, batches, loss_jobs.mean_square)
+    parsed = mw.Plan.parse(plan)
+    steps = (build_old_spectral_norm, parsed, batches, loss_jobs.mean_square)
+    for records in testing.run_ranks(testing.plan_steps, parsed.num_ranks, *steps):
+        testing.assert_parity(records, expected)

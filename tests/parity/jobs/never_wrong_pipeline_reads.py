@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -338,3 +339,13 @@ class SizedGrid(nn.Module):
             x = block(x)
         near = torch.where(self.grid(x).abs() < 2)[0]
         return x[:, near] * float(self.grid(x).max())
+
+
+def build_old_spectral_norm() -> nn.Module:
+    """Spectral norm by a hook that writes its vectors by the layer's weight, on the last stage."""
+    torch.manual_seed(0)
+    layers = [tanh_block(), tanh_block(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and in many discriminators
+        layers[2] = nn.utils.spectral_norm(layers[2])
+    return nn.Sequential(*layers).double()

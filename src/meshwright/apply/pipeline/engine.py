@@ -27,7 +27,7 @@ from meshwright.apply.pipeline.ownership.holding import keep_only
 from meshwright.apply.pipeline.ownership.whole_buffers import buffers_elsewhere, spread_buffers
 from meshwright.apply.pipeline.p2p import Post
 from meshwright.apply.pipeline.placed import Placed
-from meshwright.apply.pipeline.tensor_cut import restrict, see_calls_around, units_together, without_spanning
+from meshwright.apply.pipeline.tensor_cut import restrict, see_calls_around, units_together
 from meshwright.apply.pipeline.tracing.call_trace import Flow
 from meshwright.apply.pipeline.walking.stage_forward import is_own
 from meshwright.apply.pipeline.walking.unit_hooks import UnderWay, refuse_functional_call
@@ -123,11 +123,12 @@ class PipelineEngine(OuterEngine):
             return
         layout = None if self._tensor is None else self._tensor.find_layout(run)
         # On a copy what is cut afterwards: it must not have a graph, which knows parameters' shapes.
-        options = {"num_stages": self._plan.num_stages, "on_copy": self._tensor is not None}
-        look = functools.partial(see_calls, self._everyone, self.device, self.module, run, **options)
-        flow = look(closed=()) if layout is None else see_calls_around(layout, look, self._plan.num_stages)
+        num_stages, on_copy = self._plan.num_stages, self._tensor is not None
+        given = (self._everyone, self.device, self.module, run)
+        look = functools.partial(see_calls, *given, num_stages=num_stages, on_copy=on_copy)
+        flow, layout = (look(closed=()), None) if layout is None else see_calls_around(layout, look, num_stages)
         self._copies_before.end()
-        self._place(flow, None if layout is None else without_spanning(layout, flow.units))
+        self._place(flow, layout)
 
     def _place(self, flow: Flow, layout: TensorLayout | None) -> None:
         self._post.open(self.device, self._make_channel)

@@ -18,35 +18,36 @@ _ALONE = {"vocabulary", "head", "gathered"}
 """Roles whose module takes and gives whole tensors by itself, or slices that know how to become whole."""
 
 
-def see_calls_around(layout: TensorLayout, look: Callable[..., Flow], num_stages: int) -> Flow:
-    """Return the calls of a forward. Modules stay in one piece where shards, or slices of the sequence, pass between their parts.
+def see_calls_around(layout: TensorLayout, look: Callable[..., Flow], num_stages: int) -> tuple[Flow, TensorLayout]:
+    """Return the calls of a forward, and the layout without what is cut across several of its layers.
 
-    A module of shards is split where the model has too few layers otherwise; `without_spanning` drops what is cut across it.
+    Modules stay in one piece where shards, or slices of the sequence, pass between their parts. A module of shards is split
+    where the model has too few layers otherwise: its forward runs on every stage then, and what is cut across it stays whole.
 
     Args:
         layout: What will be cut.
         look: Returns the calls of a forward with modules that stay in one piece, `closed`; every rank calls it.
         num_stages: Stages that the model will be cut into [count].
-    """
-    scopes = {region.scope for region in layout.regions if not _is_apart(region)}
-    closed = scopes | {layer for chain in layout.chains for layer in chain.layers}
-    flow = look(closed=closed)
-    while len(flow.calls) < num_stages and (opened := closed & scopes & set(flow.units)):
-        closed -= opened
-        flow = look(closed=closed)
-    return flow
-
-
-def without_spanning(layout: TensorLayout, units: Sequence[str]) -> TensorLayout:
-    """Drop regions that begin and end at a module around several units, or pass through its forward, which runs on every stage.
 
     Raises:
         ApplyError: No region is left.
     """
+    scopes = {region.scope for region in layout.regions if not _is_apart(region)}
+    closed = scopes | {layer for chain in layout.chains for layer in chain.layers}
+    flow, opened = look(closed=closed), set[str]()
+    while len(flow.calls) < num_stages and (large := closed & scopes & set(flow.units)):
+        closed -= large
+        opened |= large
+        flow = look(closed=closed)
+    return flow, _without_spanning(layout, flow.units, opened)
+
+
+def _without_spanning(layout: TensorLayout, units: Sequence[str], opened: Collection[str]) -> TensorLayout:
+    """Drop regions of opened scopes, and those that begin and end at a module around several units: it runs on every stage."""
     spanning = [
         region
         for region in layout.regions
-        if any(_spans(name, units) for name in region.roles) or (not _is_apart(region) and _spans(region.scope, units))
+        if region.scope in opened or any(_spans(name, units) for name in region.roles)
     ]
     if not spanning:
         return layout

@@ -19,6 +19,7 @@ from meshwright.apply.pipeline.tracing.stage_map import latest_of
 from meshwright.apply.pipeline.walking.remembered import Known
 from meshwright.apply.pipeline.walking.stand_ins import (
     Meta,
+    OtherParameterError,
     StageValue,
     StandIn,
     StrayValueError,
@@ -29,7 +30,6 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 )
 from meshwright.apply.pipeline.walking.without_numbers import zeros_like_meta
 from meshwright.apply.tensor.slices import make_whole
-from meshwright.errors import ApplyError
 from meshwright.trees import arguments_in
 
 __all__: list[str] = []
@@ -171,11 +171,7 @@ class Bookkeeping(TorchFunctionMode):
         tensor = value.real
         if tensor is None:
             if value.home is None or value.stand_in is None:
-                raise ApplyError(
-                    f"stage {self.stage} needs a parameter that another stage holds: the forward took another path than the "
-                    "traced one, from which the stages were cut (rule: a parameter is used by the layers of the traced forward)",
-                    fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
-                )
+                raise OtherParameterError(self.stage)
             meta = Meta.of(value.stand_in)
             tensor = self._mail.receive(meta, value.home)
             if meta.requires_grad and torch.is_grad_enabled():

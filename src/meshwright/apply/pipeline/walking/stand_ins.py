@@ -236,6 +236,17 @@ class StrayValueError(ApplyError):
         )
 
 
+class OtherParameterError(ApplyError):
+    """Code that no stage is known to run uses a parameter that another stage holds."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(
+            f"stage {stage} needs a parameter that another stage holds: the forward took another path than the traced one, from "
+            "which the stages were cut (rule: a parameter is used by the layers of the traced forward)",
+            fix="pass an example_batch= to apply_plan that takes every branch, or use pp=1",
+        )
+
+
 FAKE_MODE = fake_mode_without_addresses()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from meshwright.apply.modules.hooks import OwnHook
-from meshwright.apply.pipeline.walking.stand_ins import StrayValueError
+from meshwright.apply.pipeline.walking.stand_ins import OtherParameterError, StrayValueError
 from meshwright.apply.pipeline.walking.without_numbers import ReadsValueError
 from meshwright.errors import ApplyError
 
@@ -48,6 +48,10 @@ class GuardedHook:
                 return self.hook(*args, **kwargs)
         except (ReadsValueError, StrayValueError):
             return None
+        except OtherParameterError:
+            if type(self.hook).__module__.startswith("torch.nn.utils."):
+                return None  # spectral_norm of old writes buffers by the layer's weight: they are the layer's stage's
+            raise
 
 
 def guard_hooks(module: nn.Module, watcher: Callable[[], Watcher | None]) -> None:
