@@ -130,14 +130,24 @@ def test_what_shares_alone_do_not_show_is_shown_by_all_ranks(kind: str, sizes: t
             torch.testing.assert_close(found["state"][name], value, rtol=FLOAT64, atol=1e-13)
 
 
-@pytest.mark.parametrize(("line", "num_views"), [("dp=2", 2), ("dp=4,zero=2", 2), ("dp=2,tp=2", 2), ("dp=4", 9)])
+@pytest.mark.parametrize(
+    ("line", "num_views"),
+    [
+        ("dp=2", 2),
+        ("dp=4,zero=2", 2),
+        ("dp=2,tp=2", 2),
+        ("dp=4", 9),
+        ("pp=2,micro_batches=2", 2),
+        ("pp=2,micro_batches=8", 8),
+    ],
+)
 def test_views_of_one_sample_on_two_ranks_are_seen(line: str, num_views: int) -> None:
     losses = joined.train_views("plain", num_views)
     for found in testing.run_ranks(joined.train_views, mw.Plan.parse(line).num_ranks, line, num_views):
         assert found == pytest.approx(losses, rel=FLOAT64)
 
 
-@pytest.mark.parametrize("line", ["dp=2,batch=split", "dp=2,micro_batches=2"])
+@pytest.mark.parametrize("line", ["dp=2,batch=split", "dp=2,micro_batches=2", "tp=2,micro_batches=2"])
 def test_views_of_one_sample_on_two_ranks_are_refused_where_shares_stay(line: str) -> None:
     for outcome in testing.run_outcomes(joined.train_views, 2, line):
         assert isinstance(outcome.error, mw.ApplyError), outcome

@@ -16,7 +16,7 @@ from tests.parity.jobs import loss_jobs
 from tests.parity.jobs import never_wrong_pipeline_jobs as jobs
 from tests.parity.jobs import pipeline_failure_jobs as failures
 from tests.parity.jobs import unlike_ranks_jobs as unlike
-from tests.parity.jobs.never_wrong_pipeline_reads import build_old_spectral_norm
+from tests.parity.jobs.never_wrong_pipeline_reads import build_old_spectral_norm, build_swapping
 from tests.parity.jobs.never_wrong_pipeline_states import WIDTH
 from tests.parity.jobs.pipeline_jobs import fail_for_another_stages_way
 from torch import Tensor
@@ -268,3 +268,13 @@ def test_spectral_norm_of_old_is_computed_by_its_layers_stage(plan: str) -> None
     steps = (build_old_spectral_norm, parsed, batches, loss_jobs.mean_square)
     for records in testing.run_ranks(testing.plan_steps, parsed.num_ranks, *steps):
         testing.assert_parity(records, expected)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2,micro_batches=2"])
+def test_the_first_step_is_one_of_the_model_that_was_given(plan: str) -> None:
+    """The look at the forward left the layer's new child behind, which the first step used (the second one is refused)."""
+    batches = [(torch.randn(6, WIDTH).double(), torch.randn(6, WIDTH).double())]
+    expected = testing.oracle_steps(build_swapping, batches, loss_jobs.mean_square)
+    steps = (build_swapping, mw.Plan.parse(plan), batches, loss_jobs.mean_square)
+    for records in testing.run_ranks(testing.plan_steps, 2, *steps):
+        assert records[0].loss == pytest.approx(expected[0].loss, rel=1e-12)

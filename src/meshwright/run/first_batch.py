@@ -95,14 +95,18 @@ class FirstBatch(abc.ABC):
             share, batch = batch, self._shares.after(error, batch)
         else:
             return batch, parts
-        self._begin_again(share)
+        self._begin_again(None if is_example else share)
         parts = self._micro_batches(batch)
         self._prepare(parts, evaluates=evaluates)
         self.sentinels.give_back_draws()
         return batch, parts
 
     def _begin_again(self, share: Any) -> None:
-        """Forget what parts of the first batch have shown, of which this rank was given a share."""
+        """Forget what parts of the first batch have shown.
+
+        Args:
+            share: What this rank was given of it, to be compared with the others'; an example is one and the same on all ranks.
+        """
         self.refuse_early_change()
         if self.engine.is_prepared and self._guard.find_switched() is not None:
             self.accept_switched()

@@ -18,7 +18,9 @@ import torch
 from meshwright.apply.engine import Engine
 from meshwright.describe.batches import BatchSplitter, split_samples
 from meshwright.errors import ApplyError
+from meshwright.run.losses.enough import has_rows_alone
 from meshwright.run.losses.loss import LossRule
+from meshwright.run.losses.trial_parts import join_samples
 from meshwright.run.share_forms import built_of, form_of, obstacle_of
 from meshwright.trees import map_tensors, tensors_in, with_attributes
 
@@ -43,7 +45,8 @@ class JoinedShares:
         rule: The loss, which knows why parts of a batch are refused.
         is_allowed: Whether the plan leaves the choice, and would cut a whole batch no further.
         most: Samples above which the plan cuts a share into micro-batches; such shares of a first batch are not joined [samples].
-        cut: Returns the micro-batches of a pipeline, which are joined as well; None: they are not.
+        cut: Returns the micro-batches of a share.
+        joins_parts: Whether micro-batches are joined as well.
     """
 
     def __init__(
@@ -52,13 +55,14 @@ class JoinedShares:
         splitter: BatchSplitter,
         rule: LossRule,
         *,
+        cut: Callable[[Any], list[Any]],
         is_allowed: bool,
         most: int | None = None,
-        cut: Callable[[Any], list[Any]] | None = None,
+        joins_parts: bool = False,
     ) -> None:
-        self._engine, self._splitter, self._rule = engine, splitter, rule
-        self._is_allowed, self._most, self._cut = is_allowed, None if cut else most, cut
-        self._could_not = False
+        self._engine, self._splitter, self._rule, self._cut = engine, splitter, rule, cut
+        self._is_allowed, self._most, self._joins_parts = is_allowed, None if joins_parts else most, joins_parts
+        self._could_not = self._has_warned = False
         self._last: tuple[list[Any], Any] | None = None
         """The form of this rank's last share with samples, and that share without them."""
 
@@ -83,7 +87,8 @@ class JoinedShares:
     def in_reserve(self, batch: Any) -> Iterator[None]:
         """Run the trials of this share: those that show nothing ask for a whole batch, where ranks may join their shares.
 
-        All ask for some samples of each rank, since a share may lack what the batch has: two samples of one class.
+        All ask for some samples of each rank, or of each micro-batch, since one may lack what the batch has: two samples of one
+        class.
         """
 
         def join(share: Any = batch) -> tuple[Any, list[int]] | None:
@@ -92,12 +97,13 @@ class JoinedShares:
 
         def join_all() -> tuple[Any, list[int]] | None:
             found = join()
-            return found if found is None or self._cut is None else (found[0], self._counts_of_parts(*found, self._cut))
+            return (found[0], self._counts_of_parts(*found)) if found is not None and self._joins_parts else found
 
         is_possible = self._is_allowed and not self._takes_whole and not self._could_not
-        has_others = self._engine.num_shares > 1 and self._splitter.splits_by_row
         self._rule.join = join_all if is_possible else None
-        self._rule.join_some = (lambda: join(self._some_of(batch))) if has_others else None
+        if self._splitter.splits_by_row:
+            has_others = self._engine.num_shares > 1
+            self._rule.join_some = lambda: join(self._some_of(batch)) if has_others else self._some_of_parts(batch)
         try:
             yield
         finally:
@@ -128,13 +134,25 @@ class JoinedShares:
         rule.norms = None  # a layer that sees all samples needs no other rank's
         if engine.group.size > 1:
             engine.takes_whole_batch, engine.joins_shares = True, error.message
-        if self._cut is not None:
+        if self._joins_parts:
             engine.joins_micro_batches = error.message
         if engine.everyone.group_rank == 0:
             fix = "" if error.fix is None else f"; batch=split refuses the model instead, with this fix: {error.fix}"
             ends = fix + f"; {_KEEPS_TIME}" * bool(engine.joins_shares)
             _LOG.warning("%s%s", "; ".join(engine.joined_reasons), ends)
         return joined
+
+    def warn_of_call(self) -> None:
+        """Say once, where ranks join their shares in steps, that a call of the model by the script does not."""
+        engine = self._engine
+        if engine.joins_shares and not engine.is_at_work and not self._has_warned and engine.group.group_rank == 0:
+            self._has_warned = True
+            _LOG.warning(
+                "model(...) was called with a share of the batch: ranks join their shares in steps and in model.evaluate, and "
+                "not in such a call, whose outputs see this share's samples alone, gathered ones too; give it the whole batch "
+                "where samples see one another. They join them since %s",
+                engine.joins_shares,
+            )
 
     def find_own_loop(self) -> ApplyError | None:
         """Return the error of an own loop where ranks join their shares in steps, or None."""
@@ -154,10 +172,10 @@ class JoinedShares:
         """Return `_join` of the shares, or the batch itself where one rank of each stage takes it."""
         return self._join(batch) if self._engine.group.size > 1 else (batch, "", [self._splitter.count(batch)])
 
-    def _counts_of_parts(self, whole: Any, counts: list[int], cut: Callable[[Any], list[Any]]) -> list[int]:
+    def _counts_of_parts(self, whole: Any, counts: list[int]) -> list[int]:
         """Return the samples of all ranks' micro-batches of a whole batch, in their order [samples]."""
         shares = split_samples(whole, counts) if len(counts) > 1 else [whole]
-        return [self._splitter.count(part) for share in shares for part in cut(share)]
+        return [self._splitter.count(part) for share in shares for part in self._cut(share)]
 
     def _some_of(self, batch: Any) -> Any:
         """Return this rank's part of a batch for a trial that takes samples of many ranks; every rank calls it."""
@@ -170,6 +188,21 @@ class JoinedShares:
         if few == count or has_obstacle:
             return batch
         return split_samples(batch, [few, count - few])[0] if few else None
+
+    def _some_of_parts(self, batch: Any) -> tuple[Any, list[int]] | None:
+        """Return samples of this rank's micro-batches, and how many of each, or None; ranks of one share find the same."""
+        parts = self._cut(batch)
+        counts = list(map(self._splitter.count, parts))
+        few = some_of_each(counts) if len(parts) > 1 else []
+        if few == counts:
+            return (batch, counts) if parts else None
+        if not few or not has_rows_alone(batch, sum(counts)):
+            return None
+        pieces = [
+            split_samples(part, [n, count - n])[0] for part, n, count in zip(parts, few, counts, strict=True) if n
+        ]
+        joined = join_samples(pieces)
+        return None if joined is None else (joined, few)
 
     def _join(self, batch: Any) -> tuple[Any, str, list[int]]:
         """Return all ranks' shares as one batch, or why there is none, and the samples of each; the same on every rank."""

@@ -104,9 +104,10 @@ class Stepper(FirstBatch):
         self.gate = gate or OptimizerGate(None)
         self.draws = draws
         self.own_draws = OwnDraws(draws, engine, splitter)
-        cut = self._micro_batches if may_join_parts and self._is_cut else None
-        is_allowed = cut is not None or (may_join and micro_batches == 1)
-        self._shares = JoinedShares(engine, splitter, rule, is_allowed=is_allowed, most=micro_batch_size, cut=cut)
+        joins_parts = may_join_parts and self._is_cut
+        is_allowed = joins_parts or (may_join and micro_batches == 1)
+        options = {"is_allowed": is_allowed, "most": micro_batch_size, "joins_parts": joins_parts}
+        self._shares = JoinedShares(engine, splitter, rule, cut=self._micro_batches, **options)
         self._watch()
 
     @property
@@ -191,6 +192,7 @@ class Stepper(FirstBatch):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's outputs; the strategy may look at the model here first, as at the first batch."""
+        self._shares.warn_of_call()
         if self.engine.is_prepared:
             return self.engine.forward(args, kwargs)
         self.refuse_early_change()

@@ -236,10 +236,10 @@ class Views(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 4)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        h = self.up(x)
+        h = self.down(self.up(x).tanh())
         pairs = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
         apart = (torch.cdist(h, h + 1e-3) * pairs).sum() / pairs.sum().clamp(min=1)
         return {"loss": h.square().mean() + apart, "h": h}

@@ -341,6 +341,26 @@ class SizedGrid(nn.Module):
         return x[:, near] * float(self.grid(x).max())
 
 
+class _SwapsLate(nn.Module):
+    """Replaces its activation at the end of its first forward, which has used the old one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.act = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.inner(x))
+        if isinstance(self.act, nn.Tanh):
+            self.act = nn.Sigmoid()
+        return x
+
+
+def build_swapping() -> nn.Module:
+    """Return a model whose first forward is another than the later ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(_SwapsLate(), tanh_block(), tanh_block()).double()
+
+
 def build_old_spectral_norm() -> nn.Module:
     """Spectral norm by a hook that writes its vectors by the layer's weight, on the last stage."""
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ def enough_samples(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
     Two do not show what is made for an odd number of samples.
     """
     count = splitter.count(parts[0]) if parts else 0
-    if count == _FEW and len(parts) > 1 and splitter.splits_by_row and _has_rows_alone(parts[0], count):
+    if count == _FEW and len(parts) > 1 and splitter.splits_by_row and has_rows_alone(parts[0], count):
         joined = join_samples([parts[0], *splitter.cut(parts[1], splitter.count(parts[1]))[:1]])
         return parts[0] if joined is None else joined
     if count >= _FEW:
@@ -31,12 +31,12 @@ def enough_samples(parts: Sequence[Any], splitter: BatchSplitter) -> Any:
     return join_samples(parts[:3] if len(parts) > 1 else [parts[0], second_sample(parts[0])])
 
 
-def _has_rows_alone(batch: Any, count: int) -> bool:
+def has_rows_alone(batch: Any, count: int) -> bool:
     """Tell whether a batch is nothing but tensors with a row for each sample; of anything else one part alone is known."""
     if isinstance(batch, Tensor):
         return batch.dim() > 0 and len(batch) == count
     if isinstance(batch, Mapping):
-        return all(_has_rows_alone(value, count) for value in batch.values())
+        return all(has_rows_alone(value, count) for value in batch.values())
     if isinstance(batch, (list, tuple)):
-        return all(_has_rows_alone(value, count) for value in batch)
+        return all(has_rows_alone(value, count) for value in batch)
     return batch is None

@@ -61,7 +61,6 @@ class LossTerms:
         self._rule = rule
         self._splitter = splitter
         self._has_looked_at_graph = False
-        self._has_called = False
         self._is_cut = is_cut
         self.casts = Autocast(engine.device.type, autocast)
         """The dtype of forwards and losses."""
@@ -106,12 +105,12 @@ class LossTerms:
             return dataclasses.replace(term, dtypes=(*shown, term.value.dtype))
 
     def _call(self, module: nn.Module, part: Any) -> Any:
-        if self._has_called:
-            return call_model(module, part)
         try:
-            outputs = call_model(module, part)
+            return call_model(module, part)
         except Exception as error:
-            takes_parts = self._is_cut or self._engine.num_shares * self._engine.num_replicas > 1
+            engine = self._engine
+            is_cut = self._is_cut and not engine.joins_micro_batches
+            takes_parts = is_cut or engine.num_shares * engine.num_replicas > 1
             if takes_parts and not isinstance(error, MeshwrightError):
                 error.add_note(
                     f"the model was called with a part of the batch, {self._splitter.count(part)} samples. Where dim 0 of a "
@@ -119,8 +118,6 @@ class LossTerms:
                     f"graph) needs {WHOLE_BATCH}"
                 )
             raise
-        self._has_called = True
-        return outputs
 
     def _look_at_graph(self, value: torch.Tensor) -> None:
         """Refuse a first loss that trains parameters outside of the model: ranks would not exchange their gradients.

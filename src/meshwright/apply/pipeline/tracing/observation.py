@@ -19,7 +19,7 @@ from meshwright.apply.pipeline.tracing.stage_map import with_one_opened
 from meshwright.apply.pipeline.walking.told_results import Judged
 from meshwright.apply.state.buffers import BufferSnapshot
 from meshwright.apply.state.hook_tables import hooks_put_back
-from meshwright.apply.state.settling import made_parameter_error
+from meshwright.apply.state.settling import Children, made_parameter_error
 from meshwright.describe.layers import find_layers
 
 __all__: list[str] = []
@@ -55,16 +55,17 @@ def observe(
 
 @contextlib.contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes and hooks after the context.
+    """Restore buffers, attributes, children and hooks after the context.
 
     Ranks that do not observe run no forward, so the observing one must end with what they have. Each run has to begin with it,
     too: what a first forward alone changes, such as a flag, would go unseen in a second one.
     """
-    buffers, attributes = BufferSnapshot(module), Scene((), {}, module.named_modules())
+    buffers, attributes, children = BufferSnapshot(module), Scene((), {}, module.named_modules()), Children(module)
     try:
         with hooks_put_back(module.modules()):
             yield
     finally:
+        children.restore()
         attributes.restore()
         buffers.restore()
 
