@@ -174,8 +174,9 @@ class MixedStart(nn.Module):
 
 
 def train_mixed(plan: str) -> list[float]:
-    def mean(outputs: Tensor, _: Any) -> Tensor:
-        return outputs.square().mean()
+    # A Loss, where micro-batches may decide for themselves: the whole batch would take one branch for all.
+    def mean(outputs: Tensor, _: Any) -> mw.Loss:
+        return mw.Loss(outputs.square().mean() * len(outputs), len(outputs))
 
     # One sample in a micro-batch: the branch is each sample's own, whatever the cut.
     micro = plan if plan != "single" else "micro_batches=4"
