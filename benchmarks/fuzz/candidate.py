@@ -127,7 +127,7 @@ def run_under_plan(program: dict[str, Any]) -> dict[str, Any]:
         found["traceback"] = "".join(traceback.format_exception(error))[-3000:]
     finally:
         if trainer is not None:
-            found["joined"] = bool(trainer.model.engine.joins_shares)
+            found["joined"] = bool(trainer.model.engine.joined_reasons)
             with contextlib.suppress(Exception):
                 trainer.model.close()
     return found

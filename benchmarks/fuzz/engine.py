@@ -96,7 +96,7 @@ def run_program(program: dict[str, Any], timeout_s: float = 20.0) -> tuple[Verdi
         drop_group(program["ranks"])  # ranks that gave up waiting are in no known state
     seconds = begin_of_ranks - start + time.perf_counter() - begin
     if program["pieces"] and not isinstance(ranks, BaseException) and any(rank["joined"] for rank in ranks):
-        # Ranks that join their shares compute what one device does, on the whole batch.
+        # Ranks that join their shares, and pipelines that join micro-batches, compute what one device does, on the whole batch.
         program = program | {"pieces": False}
         reference = plain_records(program)
         if isinstance(reference, str):

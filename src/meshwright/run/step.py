@@ -107,7 +107,13 @@ class Stepper(FirstBatch):
         joins_parts = may_join_parts and self._is_cut
         is_allowed = joins_parts or (may_join and micro_batches == 1)
         options = {"is_allowed": is_allowed, "most": micro_batch_size, "joins_parts": joins_parts}
-        self._shares = JoinedShares(engine, splitter, rule, cut=self._micro_batches, **options)
+
+        def cut(
+            batch: Any,
+        ) -> list[Any]:  # no method of this, which holds it: threads of replicas end with their last reference
+            return splitter.micro_batches(move_to(batch, engine.device), micro_batches, micro_batch_size)
+
+        self._shares = JoinedShares(engine, splitter, rule, cut=cut, **options)
         self._watch()
 
     @property
