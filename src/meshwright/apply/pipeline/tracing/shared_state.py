@@ -119,9 +119,8 @@ class SharedState:
             changed: Ids of buffers that units have written with this batch.
         """
         found: dict[int, list[tuple[str, Slot, bool]]] = {}
-        known_changes = set[tuple[int, str | None]]().union(
-            *self._changes.values()
-        )  # whose users share a stage (`bonds`)
+        # Those who use what another unit changes share its stage (`bonds`): no other stage has to have it.
+        known_changes = set[tuple[int, str | None]]().union(*self._changes.values())
         for unit in self._units:
             for name, module in self._module.get_submodule(unit).named_modules(prefix=unit):
                 plain = [key for key, value in vars(module).items() if key not in OF_TORCH and _is_plain(value)]

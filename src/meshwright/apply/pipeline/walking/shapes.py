@@ -25,6 +25,7 @@ from meshwright.apply.pipeline.walking.stand_ins import (
     tensors_of,
     value_of,
 )
+from meshwright.apply.pipeline.walking.user_hooks import computes_weights
 from meshwright.apply.pipeline.walking.without_numbers import (
     TRIED,
     NeedsNumbersError,
@@ -215,7 +216,7 @@ def make_twins(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
 def _forward_of_twin(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # The unit's own hooks have already run on these arguments; what they compute from parameters is on the unit alone.
     for hook in twin._forward_pre_hooks.values():
-        if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm and pruning of old
+        if computes_weights(hook):
             hook(twin, args)
     if "forward" not in vars(twin):
         return type(twin).forward(twin, *args, **kwargs)

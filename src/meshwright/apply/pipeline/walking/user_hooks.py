@@ -49,9 +49,14 @@ class GuardedHook:
         except (ReadsValueError, StrayValueError):
             return None
         except OtherParameterError:
-            if type(self.hook).__module__.startswith("torch.nn.utils."):
+            if computes_weights(self.hook):
                 return None  # spectral_norm of old writes buffers by the layer's weight: they are the layer's stage's
             raise
+
+
+def computes_weights(hook: Callable[..., Any]) -> bool:
+    """Tell whether a hook before a forward computes a weight: weight_norm, spectral_norm and pruning of old."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def guard_hooks(module: nn.Module, watcher: Callable[[], Watcher | None]) -> None:
