@@ -28,6 +28,7 @@ _TOLERANCE = 1e-11
 _SEVERAL_STAGES = (
     "auxiliary",
     "cached",
+    "own_tables",
     "hands_on",
     "identity",
     "memory",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.harness import nothing_runs_whole
+from tests.parity.jobs import never_wrong_pipeline_caches as caches
 from tests.parity.jobs.never_wrong_pipeline_branches import (
     Balanced,
     CountedDraws,
@@ -21,7 +22,6 @@ from tests.parity.jobs.never_wrong_pipeline_branches import (
     mixes_later,
     seed_python,
 )
-from tests.parity.jobs.never_wrong_pipeline_caches import Cached, OverOwnResults, SumsUp, growing_batch
 from tests.parity.jobs.never_wrong_pipeline_kinds import (
     KINDS,
     GrowsTable,
@@ -304,6 +304,7 @@ REFUSED = {
     "keeps_number": "in what layers return or write",
     "returns_half": "in what layers return or write",
     "marks_far": "in what layers return or write",
+    "shown_tables": "took different paths",
     "grows_table": "in what layers return or write",
     **{f"writes_{way}_later": "has changed the buffer 'level' of 'writes'" for way in ("copy", "data", "new")},
     **{f"writes_{way}_later": "in what layers return or write" for way in ("late", "count", "late_count")},
@@ -360,11 +361,13 @@ SCRIPTS: dict[str, Script] = {
     "counted_draws": Script(CountedDraws, before=seed_python, steps=4),
     "signs": Script(Signs),
     "late_mixing": Script(LateMixing, before=mixes_later, steps=4),
-    "cached": Script(Cached, growing_batch, evaluates=(1,)),
+    "cached": Script(caches.Cached, caches.growing_batch, evaluates=(1,)),
+    "own_tables": Script(caches.OwnTables, caches.varying_batch, evaluates=(1, 2), steps=5),
+    "shown_tables": Script(caches.ShownTables, caches.growing_batch),
     "collects": Script(Collects, loss=with_aux, evaluates=(1,)),
     "hands_on": Script(HandsOn, loss=with_aux, evaluates=(1,)),
-    "over_own_results": Script(OverOwnResults, growing_batch),
-    "sums_up": Script(SumsUp, evaluates=(1,)),
+    "over_own_results": Script(caches.OverOwnResults, caches.growing_batch),
+    "sums_up": Script(caches.SumsUp, evaluates=(1,)),
     "memory": Script(Memory, steps=4),
     "resnet_group": Script(lambda: InPlaceCnn("group"), evaluates=(1,)),
     "resnet_batch": Script(lambda: InPlaceCnn("batch"), evaluates=(1,)),

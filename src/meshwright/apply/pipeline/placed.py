@@ -74,7 +74,7 @@ class Placed:
         self.homes = Homes(module, self._around, group, device)
         """Buffers of modules that are no part of a unit."""
         twins = {} if together is None else make_twins(module, flow.units)
-        self.shapes = Shapes(twins, around, flow.draws_python)
+        self.shapes = Shapes(twins, around, flow.draws_python, flow.own_tables)
         """Shapes of what other stages' calls give."""
         seed, life = pipe.all_gather_json([torch.initial_seed(), next(_LIVES)], device=device)[0]
         post.life = life * 37  # failures count on from here: not into the lives of the next pipeline

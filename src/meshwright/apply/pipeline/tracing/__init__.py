@@ -7,7 +7,8 @@ observer      calls of units in one forward, and what passes between them
 call_trace    calls of layers in order: cost, parameters, reads and writes
 functions     torch functions between layers: which of their arguments they write
 reads         torch functions whose result depends on values
-may_look      units whose code names such functions
+may_look      units whose code names such functions, or what draws
+own_tables    tables that a layer makes of sizes alone, for itself
 scene         containers, objects and attributes that a call can write into
 memory        memory that several tensors share
 shared_state  state that a layer changes and other code uses

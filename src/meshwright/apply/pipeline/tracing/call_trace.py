@@ -54,6 +54,7 @@ class Flow:
         shown: Texts that it made of such a tensor, to print it for example, as text.
         draws_python: Units that may draw from Python's or NumPy's global generator; "" where the code between them does.
         leaves: Unit's name -> (module, attribute) in which its calls leave tensors.
+        own_tables: (module, attribute) in which calls leave tensors made of sizes alone, which no other unit's code uses.
         watched: Unit's name -> (module, attribute) of its modules that the code between units or another unit uses, and that its
             calls may write with later batches: buffers, and attributes without tensors.
         lent: Unit's name -> (one of these, another unit that uses it).
@@ -80,6 +81,7 @@ class Flow:
     reads: tuple[str, ...]
     draws_python: tuple[str, ...] = ()
     leaves: dict[str, tuple[Slot, ...]] = dataclasses.field(default_factory=dict)
+    own_tables: tuple[Slot, ...] = ()
     watched: dict[str, tuple[Slot, ...]] = dataclasses.field(default_factory=dict)
     lent: dict[str, tuple[tuple[Slot, str], ...]] = dataclasses.field(default_factory=dict)
     named: tuple[str, ...] = ()

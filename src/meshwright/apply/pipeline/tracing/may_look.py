@@ -1,13 +1,13 @@
-"""Units whose code names what reads values: on a branch that the first batch did not take, they may make numbers of these."""
+"""Units whose code names what reads values, or what draws: on a branch that the first batch did not take, they may do so."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from meshwright.apply.state.outside import names_of
+from meshwright.apply.state.outside import Outside, names_of
 
 __all__: list[str] = []
 
@@ -31,6 +31,12 @@ def units_that_may_look(module: nn.Module, units: Iterable[str]) -> Iterator[str
             if known[kind]:
                 yield unit
                 break
+
+
+def units_that_may_draw(module: nn.Module, units: Sequence[str]) -> set[str]:
+    """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
+    own = {name for name in units if Outside(module.get_submodule(name)).draws} if Outside.of(module).draws else None
+    return set() if own is None else own | {""}
 
 
 def _is_torchs(kind: type) -> bool:

@@ -23,6 +23,8 @@ from meshwright.apply.pipeline.tracing.functions import (
     shown_name,
     writes_to,
 )
+from meshwright.apply.pipeline.tracing.may_look import units_that_may_draw
+from meshwright.apply.pipeline.tracing.own_tables import OwnTables
 from meshwright.apply.pipeline.tracing.reads import read_tensors
 from meshwright.apply.pipeline.tracing.scene import Scene, holds_tensors, places_of_call, tensors_below, tensors_of_call
 from meshwright.apply.pipeline.tracing.shared_state import SharedState
@@ -40,7 +42,6 @@ from meshwright.apply.pipeline.walking.stand_ins import (
 from meshwright.apply.pipeline.walking.told_results import Judged, Lookers
 from meshwright.apply.pipeline.walking.user_hooks import guard_hooks, release_hooks
 from meshwright.apply.pipeline.walking.written import map_results
-from meshwright.apply.state.outside import Outside
 from meshwright.describe.flop_counter import make_flop_counter, recurrence_flops
 from meshwright.errors import ApplyError
 from meshwright.python_state import PythonState
@@ -87,6 +88,7 @@ class ForwardObserver(TorchFunctionMode):
         self._of_outputs: set[int] | None = None
         self._has_loss_beside = False
         self._shared = SharedState(module, self._units)
+        self._tables = OwnTables()
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -206,6 +208,7 @@ class ForwardObserver(TorchFunctionMode):
                 slots = self._leaves.setdefault(call["unit"], [])
                 if slot not in slots:
                     slots.append(slot)
+                self._tables.note_left(slot, tensors_below(value), looks=call["unit"] in self._lookers.units)
             for tensor in tensors_below(value):
                 known = value_of(tensor)
                 if id(tensor) not in old and (known is None or known.owner is not self):
@@ -217,7 +220,7 @@ class ForwardObserver(TorchFunctionMode):
         for tensor in self._marked:
             for name in (_MADE, ATTRIBUTE):
                 vars(tensor).pop(name, None)
-        self._marked, self._alive, self._calls = [], [], []
+        self._marked, self._alive, self._calls, self._tables = [], [], [], OwnTables()
         self._lookers.forget()
 
     def _mark(self, tensor: Tensor, place: int | None) -> Tensor:
@@ -251,9 +254,12 @@ class ForwardObserver(TorchFunctionMode):
         if self._running is not None:
             self._used[self._running] |= names
             self._lookers.watch(self._calls[self._running]["unit"], func, args, kwargs)
-            self._watch_unit(self._running, (args, kwargs), result, writes_to(func, args, kwargs))
+            target, of_values = writes_to(func, args, kwargs), (self._names, self._changed_buffers, self._given)
+            self._watch_unit(self._running, (args, kwargs), result, target)
+            self._tables.note_made(func, (args, kwargs), (result, target), of_values)
             return result
         self._watch_between(func, (args, kwargs))
+        self._tables.note_used((args, kwargs))
         values = [value for value in values_in((args, kwargs)) if value.owner is self]
         home = latest_of(value.home for value in values)
         target = writes_to(func, args, kwargs)
@@ -367,6 +373,7 @@ class ForwardObserver(TorchFunctionMode):
             for name in self._units
             if all(call.unit != name for call in calls)
         }
+        own = self._tables.find(self._module, self._leaves, self._takes, self._units, self._shared)
         return Flow(
             calls=calls,
             units=tuple(self._units),
@@ -375,8 +382,9 @@ class ForwardObserver(TorchFunctionMode):
             reads=tuple(dict.fromkeys(self._reads)),
             firsts=self._firsts | of_told,
             shown=tuple(dict.fromkeys(self._shown)),
-            draws_python=tuple(sorted(self._draws_python | _may_draw(self._module, self._units))),
-            leaves={unit: tuple(slots) for unit, slots in self._leaves.items()},
+            draws_python=tuple(sorted(self._draws_python | units_that_may_draw(self._module, self._units))),
+            leaves={unit: tuple(slot for slot in slots if slot not in own) for unit, slots in self._leaves.items()},
+            own_tables=tuple(sorted(own)),
             **self._shared.watched(self._changed_buffers)._asdict(),
             takes={unit: tuple(slots) for unit, slots in self._takes.items()},
             opens=tuple(sorted(self._opens)),
@@ -390,9 +398,3 @@ class ForwardObserver(TorchFunctionMode):
             shared=tuple(self._shared.texts()),
             bonds=self._shared.bonds(),
         )
-
-
-def _may_draw(module: nn.Module, units: Sequence[str]) -> set[str]:
-    """Return the units whose code can draw from Python's or NumPy's generator, in another mode or with another batch."""
-    own = {name for name in units if Outside(module.get_submodule(name)).draws} if Outside.of(module).draws else None
-    return set() if own is None else own | {""}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -192,6 +192,12 @@ class Effect:
     tree: Any
     """What was written, with a description in place of each tensor."""
 
+    @property
+    def slot(self) -> tuple[str, str] | None:
+        """(module, attribute) that was written, or something below it; None where it was an argument of the call."""
+        first = self.path[0]
+        return (first[1], self.path[1] if len(self.path) > 1 else self.key) if isinstance(first, tuple) else None
+
 
 class Scene:
     """The places of a call as they were before it.
@@ -201,6 +207,7 @@ class Scene:
         kwargs: Its keyword arguments.
         modules: (name, module) whose attributes it may write.
         depth: Containers and objects inside each other that it may write, among its arguments [count].
+        passed_over: (module, attribute) whose writes are none of the effects.
     """
 
     def __init__(
@@ -209,7 +216,9 @@ class Scene:
         kwargs: dict[str, Any],
         modules: Iterable[tuple[str, nn.Module]] = (),
         depth: int = _DEPTH,
+        passed_over: Collection[tuple[str, str]] = (),
     ) -> None:
+        self._passed_over = passed_over
         self._of_call = places_of_call(args, kwargs, depth=depth)
         self.given = tensors_of_call(args, kwargs, self._of_call)
         self._places = [*self._of_call, *places_of_modules(modules)]
@@ -263,7 +272,7 @@ class Scene:
         for path, kind, key, value in self.changes():
             if not _is_module(path) or (kind != "del" and holds_tensors(value)):
                 found.append(Effect(path, kind, key, encode(value)))
-        return found
+        return [effect for effect in found if effect.slot not in self._passed_over]
 
     @property
     def own(self) -> dict[int, Path]:

@@ -145,6 +145,14 @@ class SharedState:
             uses.names_of(kinds),
         )
 
+    def is_used_outside(self, unit: str, slot: Slot) -> bool:
+        """Tell whether code between units, or another unit's, uses an attribute of a module of this unit."""
+        change = id(vars(self._module.get_submodule(slot[0]))), slot[1]
+        around = [child for _, child in modules_around(self._module, self._units)]
+        others = [self._module.get_submodule(name) for name in self._units if name != unit]
+        uses = (_AttributeUses(self._module, around), *map(_AttributeUses, others))
+        return any(use.includes(change) for use in uses)
+
     def _is_cached(self, name: str, key: Any) -> bool:
         """Tell whether a module keeps the result of a `functools.cached_property` there: every stage computes it for itself."""
         kind = type(self._module.get_submodule(name))

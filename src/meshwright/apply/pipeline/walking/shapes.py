@@ -60,6 +60,7 @@ class Shapes:
         twins: Unit's name -> a copy without values that runs in its place: the unit itself may be cut, and exchange.
         around: (name, module) whose attributes a call may write, beside the unit's own.
         drawing: Units that may draw from Python's or NumPy's global generator: each of their calls runs, for its draws.
+        own_tables: (module, attribute) of what a layer writes for itself alone.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Shapes:
         twins: Mapping[str, nn.Module],
         around: Sequence[tuple[str, nn.Module]],
         drawing: Collection[str],
+        own_tables: Collection[tuple[str, str]] = (),
     ) -> None:
         self._twins = twins
+        self._own_tables = own_tables
         self._drawing = frozenset(drawing)
         self._around = around
         self._known: dict[Any, Known] = {}
@@ -165,7 +168,8 @@ class Shapes:
                 twin.get_submodule(own).training = child.training
             module, forward = twin, _forward_of_twin
             scope = [(full, twin.get_submodule(full.removeprefix(name).removeprefix("."))) for full, _ in scope]
-        return Scene(args, kwargs, scope, depth=DEEP), module, functools.partial(forward, module)
+        scene = Scene(args, kwargs, scope, depth=DEEP, passed_over=self._own_tables)
+        return scene, module, functools.partial(forward, module)
 
     def _key(self, what: Any, is_training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts, integers = describe_call(args, kwargs)

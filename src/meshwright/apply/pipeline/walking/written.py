@@ -61,15 +61,13 @@ def refuse_unseen(unit: str, effects: Sequence[Effect], leaves: Sequence[Slot]) 
         ApplyError: It does.
     """
     for effect in effects:
-        first = effect.path[0]
-        if not isinstance(first, tuple):
-            continue
-        attribute = effect.path[1] if len(effect.path) > 1 else effect.key
-        if (first[1], attribute) not in leaves:
+        slot = effect.slot
+        if slot is not None and slot not in leaves:
             raise ApplyError(
-                f"layer '{unit}' leaves a tensor in the attribute '{attribute}' of '{first[1] or 'the model itself'}', which it "
-                "did not do with the first batch; other stages would not have it",
-                fix="pass an example_batch= to apply_plan with which it does so, return the tensor, or use pp=1",
+                f"layer '{unit}' leaves a tensor in the attribute '{slot[1]}' of '{slot[0] or 'the model itself'}', which it "
+                "did not do when the first batch was looked at; other stages would not have it",
+                fix="pass an example_batch= to apply_plan with which it does so, keep the tensor as a buffer (register_buffer), "
+                "return it, or use pp=1",
             )
 
 
