@@ -47,6 +47,8 @@ class FirstBatch(abc.ABC):
     _shares: JoinedShares
     _waiting: list[Callable[[], None]]
     _has_looked: bool
+    _has_run: bool
+    """Whether a step or an evaluation has given a finite loss since the first look, or an example was looked at."""
 
     @abc.abstractmethod
     def _watch(self) -> None:
@@ -61,6 +63,7 @@ class FirstBatch(abc.ABC):
         """Let the strategy look at a batch before training begins; every rank calls it, with a share or None."""
         with self.engine.at_work():
             self._ready(batch, is_example=True)
+        self._has_run = True
 
     def when_prepared(self, run: Callable[[], None]) -> None:
         """Run something once the strategy has looked at its first batch."""
@@ -84,6 +87,9 @@ class FirstBatch(abc.ABC):
 
     def _ready(self, batch: Any, *, evaluates: bool = False, is_example: bool = False) -> tuple[Any, list[Any]]:
         """Return the batch that this rank takes, and its micro-batches, once the strategy has looked at a first one."""
+        if self._has_looked and not self._has_run:  # at a batch that no step could take: it has shown nothing of others
+            self._shares.forget_obstacle()
+            self._begin_again(None)
         if not (is_example or self._has_looked):
             self.sentinels.compare_first(batch)
         batch = self._shares.of_step(batch)
@@ -152,7 +158,7 @@ class FirstBatch(abc.ABC):
         options = {"micro_batches": None if self.micro_batch_size else self.micro_batches, "casts": self.casts.dtype}
         is_cut = settle_loss(self.rule, self.engine, self.splitter, parts, **options)
         self._watch_loss.is_cut = is_cut and self.rule.refuses
-        if self.draws is not None and not self.draws.is_known:
+        if self.draws is not None and not self.draws.is_known and self.rule.is_settled:
             learn_draws(self.draws, self.rule, parts, self.splitter, self._try_term, is_cut=is_cut)
 
     def is_now_prepared(self) -> None:

@@ -137,10 +137,15 @@ class JoinedShares:
         if self._joins_parts:
             engine.joins_micro_batches = error.message
         if engine.everyone.group_rank == 0:
-            fix = "" if error.fix is None else f"; batch=split refuses the model instead, with this fix: {error.fix}"
+            split = "takes it part by part" if rule.is_in_doubt else "refuses the model instead"
+            fix = "" if error.fix is None else f"; batch=split {split}, with this fix: {error.fix}"
             ends = fix + f"; {_KEEPS_TIME}" * bool(engine.joins_shares)
             _LOG.warning("%s%s", "; ".join(engine.joined_reasons), ends)
         return joined
+
+    def forget_obstacle(self) -> None:
+        """Forget that shares could not be joined: another batch is the first one."""
+        self._could_not = False
 
     def warn_of_call(self) -> None:
         """Say once, where ranks join their shares in steps, that a call of the model by the script does not."""

@@ -99,7 +99,7 @@ class Stepper(FirstBatch):
         self.non_finite = non_finite
         self.sentinels = sentinels
         self._draws = OptimizerDraws(engine)
-        self.stop_requested = self._has_looked = False
+        self.stop_requested = self._has_looked = self._has_run = False
         self._waiting: list[Callable[[], None]] = []
         self.gate = gate or OptimizerGate(None)
         self.draws = draws
@@ -165,6 +165,7 @@ class Stepper(FirstBatch):
             error = diagnose(*place, loss=sums.loss, norm=norm_value, around=work.around)
             self._leave_out(snapshot, error)
         else:
+            self._has_run = self.rule.is_settled
             if self.max_grad_norm is not None:
                 clip_(engine.gradient_tensors(), norm, self.max_grad_norm)
             on_phase("optimizer")
@@ -298,6 +299,7 @@ class Stepper(FirstBatch):
                     self._watch_loss.look(outputs, part)
         if self._watch_loss.failure is not None:
             raise self._watch_loss.failure
+        self._has_run = True
         return Loss(term.value * term.weight if term.is_mean else term.value, term.weight)
 
     def find_change(self) -> ApplyError | None:
@@ -342,8 +344,11 @@ class Stepper(FirstBatch):
                 engine.begin_forward()
                 with contextlib.nullcontext() if draws is None else draws.running():
                     terms = engine.run(work)
-                sums = work.sums(terms)
-                engine.end_forward()
+                try:
+                    sums = work.sums(terms)
+                finally:  # where nothing counts, every rank raises
+                    engine.end_forward()
+                self._has_run = self._has_run or self.rule.is_settled
                 if sums.buffers_changed:
                     engine.sync_buffers()
             self.sentinels.end_draws()

@@ -360,11 +360,6 @@ class Gathering(OwnGathering):
         self._end_phase()
         self._phase = "none"
 
-    def leave_forward(self) -> None:
-        """Release the units that a failed forward without backward has left whole; nothing is exchanged."""
-        self._let_all_go()
-        self._phase = "none"
-
     def seen_gradients(self) -> list[list[bool]]:
         """Return, for each unit, which parameters have had a gradient in this step, and reset it."""
         seen, self._seen = self._seen, [[False] * len(unit.parameters) for unit in self._units]

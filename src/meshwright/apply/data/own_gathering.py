@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.apply.data.flat_unit import FlatUnit
+from meshwright.errors import ApplyError
 from meshwright.trees import map_tensors
 
 __all__: list[str] = []
@@ -47,6 +48,11 @@ class OwnGathering:
             return tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) and id(tensor) in gathered else tensor
 
         return map_tensors(outputs, view)
+
+    def leave_forward(self) -> None:
+        """Release the units that a failed pass has left whole; nothing is exchanged."""
+        self._let_all_go()
+        self._phase = "none"
 
     def end_forward(self) -> None:
         """End a forward whose backward comes later, in an own loop."""
@@ -87,3 +93,14 @@ class OwnGathering:
             for index in self._gathered:
                 self._units[index].keep_changes()
             self._let_all_go()
+
+
+@contextlib.contextmanager
+def released_on_error(gathering: OwnGathering) -> Iterator[None]:
+    """Release the units that a pass inside the context leaves whole where its code raises; nothing is exchanged."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ApplyError):  # of a value that was written: the first error says more
+            gathering.leave_forward()
+        raise

@@ -22,6 +22,7 @@ from meshwright.apply.data.flat_unit import FlatUnit
 from meshwright.apply.data.gathering import Gathering
 from meshwright.apply.data.held import held_parts, held_state, raise_recast
 from meshwright.apply.data.optimizer import acts_per_element, hand_over_pieces, refuse_other_state, require_fresh
+from meshwright.apply.data.own_gathering import released_on_error
 from meshwright.apply.data.piece_groups import PieceGroups
 from meshwright.apply.data.sharding import Sharding
 from meshwright.apply.data.unit_parameters import cut_into_units
@@ -212,7 +213,7 @@ class ShardedEngine(DataParallelEngine):
     def forward_backward(self, batch: Any, compute: Callable[[nn.Module, Any], T]) -> list[T]:
         if self._gathering is None:
             return super().forward_backward(batch, compute)
-        with self._gathering.watching_saved_tensors():
+        with self._gathering.watching_saved_tensors(), released_on_error(self._gathering):
             self._gathering.begin_forward()
             results = self._gathering.as_views(super().forward_backward(batch, compute))
             self._gathering.end_pass()
@@ -239,7 +240,7 @@ class ShardedEngine(DataParallelEngine):
         if self._gathering is None:
             return super().forward(args, kwargs)
         # Only its outputs count, and it leaves no gradients. Under ZeRO-3 every rank calls it.
-        with torch.no_grad():
+        with torch.no_grad(), released_on_error(self._gathering):
             self._gathering.begin_forward()
             outputs = self._gathering.as_views(super().forward(args, kwargs))
             self._gathering.end_pass()
@@ -248,7 +249,7 @@ class ShardedEngine(DataParallelEngine):
     def own_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gathering is None:
             return super().own_forward(args, kwargs)
-        with self._gathering.watching_saved_tensors():
+        with self._gathering.watching_saved_tensors(), released_on_error(self._gathering):
             self._gathering.begin_forward()
             outputs = self._gathering.as_views(self.module(*args, **kwargs))
             self._gathering.end_forward()

@@ -3,6 +3,7 @@
 loss         Loss, and how a loss is read
 weights      what a mean counts: samples or labels
 settle       the decision on the first batch
+part_errors  errors for losses that parts do not give
 told_evidence  what ranks tell one another of their trials
 enough       samples of a share that trials take
 trials       trial forwards that show what a loss is a mean over

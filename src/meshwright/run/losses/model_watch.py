@@ -181,8 +181,8 @@ class ModelWatch:
         written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
         if written is not None or all(evidence.obstacle is not None for _, evidence in seen):
             return written
-        error = decide([(rank, self._scaled(evidence)) for rank, evidence in seen], is_given=self._rule.is_given).error
-        if error is None:
+        found = decide([(rank, self._scaled(evidence)) for rank, evidence in seen], is_given=self._rule.is_given)
+        if (error := found.error) is None or found.is_accepted:
             return None
         text = error.message.replace("the first batch", "this batch")
         return ApplyError(text.replace("over samples:", "over samples, as it was for the first batch:"), fix=error.fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +17,11 @@ from meshwright.describe.batches import BatchSplitter, model_inputs
 from meshwright.errors import ApplyError
 from meshwright.run.losses.enough import enough_samples
 from meshwright.run.losses.loss import WHOLE_BATCH, LossRule, LossTerm
+from meshwright.run.losses.part_errors import class_weights_error, mean_error, sums_error
 from meshwright.run.losses.told_evidence import seen_by_all
 from meshwright.run.losses.trial_forward import DRAWS, RAISED
 from meshwright.run.losses.trial_runs import run_alone, run_together
-from meshwright.run.losses.trial_writes import apart_error, own_generator_error, refusal_of
+from meshwright.run.losses.trial_writes import apart_error, refusal_of
 from meshwright.run.losses.trials import NOT_FINITE, Evidence, Proofs, examine
 from meshwright.run.losses.weights import Counted, Guard
 from meshwright.run.losses.widened import has_low
@@ -28,16 +29,12 @@ from meshwright.trees import move_to, tensors_in
 
 __all__: list[str] = []
 
+_LOG = logging.getLogger("meshwright")
 _FEW = 2
 _MOST_BYTES = 2**31
 """Of parameters whose gradients trials take, on each rank [bytes]."""
 _ALIKE = 8.0
 """What fits this many times worse than the best is another thing [ratio]."""
-_FIX = (
-    "return meshwright.Loss(sum, weight) from loss_fn, where the loss is a sum over whatever it counts; a loss that compares "
-    f"the samples of a batch with each other needs the batch whole: {WHOLE_BATCH}; where samples lie in another dim than the "
-    "first (sequences first), pass split= to apply_plan"
-)
 _BRANCHES = (
     "loss: the model's forward branches on values of its batch, and each rank and micro-batch decides by its own samples: what "
     "one device would decide by all of them may differ"
@@ -64,7 +61,7 @@ def settle_loss(
         casts: What autocast makes of a step; None: nothing.
 
     Returns:
-        Whether batches are cut.
+        Whether batches are cut. Where no rank has a sample, the rule is not settled: the next batch is tried.
 
     Raises:
         ApplyError: On every rank: steps would add up losses of parts of a batch, and those do not give the loss of the whole.
@@ -73,13 +70,16 @@ def settle_loss(
     if rule.is_settled:
         return is_cut
     if not is_cut and rule.is_given and not engine.takes_whole_batch:  # whose ranks add up gradients even so
-        rule.settle(None)
+        if parts:
+            rule.settle(None)
         return False
     if parts:
         engine.look_at(*model_inputs(parts[0]))  # on what a step brings, and where layers may be moved
     with engine.group.ledger.of_checks():
         evidence = look_at_share(rule, engine, splitter, parts, is_cut=is_cut, casts=casts)
     seen = seen_by_all(engine, evidence)
+    if not seen:
+        return is_cut
     written = refusal_of([(rank, evidence.written) for rank, evidence in seen])
     if written is not None and is_cut:
         raise written  # of the first batch alone: whole batches from then on would cost much for it
@@ -87,11 +87,25 @@ def settle_loss(
     if is_cut and decision.error is None:
         decision = _decide_beside_others(rule, engine, splitter, seen, decision, casts=casts)
     refuses = is_cut and rule.matters
-    if decision.error is not None and refuses:
+    if decision.error is not None and refuses and (rule.asks_for_whole or not decision.is_accepted):
         raise rule.refused(decision.error, is_in_doubt=decision.is_in_doubt)
     kept = next((f"{evidence.kept} (rank {rank})" for rank, evidence in seen if evidence.kept), "")
     if kept and refuses and engine.num_shares * engine.num_replicas > 1:
         raise rule.refused(apart_error(kept))
+    _take_note(rule, engine, decision, seen, kept=kept, is_cut=is_cut)
+    return is_cut
+
+
+def _take_note(
+    rule: LossRule,
+    engine: Engine,
+    decision: _Decision,
+    seen: Sequence[tuple[int, Evidence]],
+    *,
+    kept: str,
+    is_cut: bool,
+) -> None:
+    """Settle the rule, with what is to be known of the loss."""
     rule.has_untried_keeping = not all(evidence.tries_keeping and evidence.obstacle is None for _, evidence in seen)
     always_draws = is_cut and bool(seen) and all(evidence.obstacle == DRAWS for _, evidence in seen)
     rule.untried = decision.reasons[0] if always_draws else ""
@@ -112,7 +126,8 @@ def settle_loss(
         reasons = (*reasons, of_shares)
     rule.size = max((evidence.size for _, evidence in seen), default=0.0)
     rule.settle(decision.counted, guards=decision.guards, reasons=reasons if is_cut else ())
-    return is_cut
+    if is_cut and decision.is_accepted and engine.everyone.group_rank == 0:
+        _LOG.warning("%s", decision.error)
 
 
 # -- the trials -----------------------------------------------------------------------------------------------------------
@@ -198,6 +213,8 @@ class _Decision:
     reasons: tuple[str, ...] = ()
     error: ApplyError | None = None
     is_in_doubt: bool = False
+    is_accepted: bool = False
+    """Whether the error is told alone where ranks do not join their shares: a Loss says what its parts count."""
 
 
 def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision:
@@ -211,6 +228,9 @@ def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision
     apart = next(((rank, evidence.apart) for rank, evidence in able if evidence.apart), None)
     if apart is not None:
         return _Decision(error=apart_error(f"{apart[1]} (rank {apart[0]})"))
+    unlike = next(((rank, evidence) for rank, evidence in able if evidence.is_apart), None)
+    if unlike is not None:
+        return _Decision(error=sums_error(*unlike), is_in_doubt=True, is_accepted=True)
     if any(evidence.is_sum for _, evidence in able):
         return _Decision()
     tolerance = max(evidence.tolerance for _, evidence in able)
@@ -218,11 +238,11 @@ def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision
     plain = {counted: gaps[0] for counted, gaps in candidates.items()}
     fitting = [counted for counted in candidates if plain[counted] <= tolerance]
     if not fitting:
-        return _Decision(error=_refusal(able, is_given=is_given))
+        return _Decision(error=mean_error(able, is_given=is_given))
     proven = {counted: max(candidates[counted]) for counted in fitting if max(candidates[counted]) <= tolerance}
     weighted = next(((rank, evidence) for rank, evidence in able if evidence.has_class_weights), None)
     if weighted is not None and is_given:
-        return _Decision(error=_class_weights(weighted[0]))
+        return _Decision(error=class_weights_error(weighted[0]))
     if proven:
         best = min(proven.values())
         alike = [counted for counted, gap in proven.items() if gap <= max(_ALIKE * best, tolerance / 100)]
@@ -236,8 +256,6 @@ def decide(seen: Sequence[tuple[int, Evidence]], *, is_given: bool) -> _Decision
 
 def shows_nothing(seen: Sequence[tuple[int, Evidence]]) -> bool:
     """Tell whether no rank's share has shown what parts give: one sample, losses of 0, or code that failed on some of it."""
-    if any(evidence.is_sum for _, evidence in seen):
-        return False
     failed = (RAISED, NOT_FINITE)
     return all(
         evidence.num_samples < _FEW or evidence.is_zero
@@ -306,7 +324,7 @@ def _decide_beside_others(
             return found
     elif is_silent:
         return before
-    is_open = any(evidence.obstacle is None and not evidence.is_sum for _, evidence in seen)
+    is_open = any(evidence.obstacle is None for _, evidence in seen)
     some = rule.join_some() if rule.join_some is not None and is_open else None
     beside = _look_at_all(rule, engine, splitter, some, casts=casts, ignores_labels=False)
     return decide([*seen, *beside], is_given=rule.is_given) if beside else before
@@ -352,45 +370,4 @@ def _guards(able: Sequence[tuple[int, Evidence]], *, only_untried: bool) -> tupl
     """Return (path, ignored label, how many of a sample) of labels whose number must stay as it was in the first batch."""
     return tuple(
         (path, value, each) for path, value, each, is_safe in able[0][1].masked if not (only_untried and is_safe)
-    )
-
-
-def _refusal(able: Sequence[tuple[int, Evidence]], *, is_given: bool) -> ApplyError:
-    def worst(evidence: Evidence) -> float:
-        return min((gap for _, gap, _ in evidence.gaps), default=math.inf)
-
-    rank, evidence = max(able, key=lambda entry: worst(entry[1]))
-    whose = "what loss_fn returned" if is_given else "the model's own loss"
-    if evidence.is_total:
-        return ApplyError(
-            f"{whose} is a sum over samples, not their mean: it is {evidence.numbers} (rank {rank}), and this plan takes it "
-            "part by part",
-            fix="return meshwright.Loss(loss, num_samples) from loss_fn, or the mean",
-        )
-    if evidence.own_generator:
-        return own_generator_error(evidence.own_generator, f"the loss is {evidence.numbers} (rank {rank})")
-    if evidence.culprit == "model":
-        return ApplyError(
-            f"the model's forward mixes the samples of a batch: the loss is {evidence.numbers} (rank {rank}), so that the parts "
-            "which this plan takes do not give one device's loss",
-            fix=f"leave the batch whole: {WHOLE_BATCH} (tp and pp do); or have the model treat each sample by itself",
-        )
-    if evidence.culprit == "branches":
-        return ApplyError(
-            f"the model's forward branches on values of its batch, and samples decide for one another: the loss is "
-            f"{evidence.numbers} (rank {rank}), so that the parts which this plan takes do not give one device's loss",
-            fix=f"use {WHOLE_BATCH}; or return meshwright.Loss from loss_fn, where parts may decide for themselves",
-        )
-    return ApplyError(
-        f"{whose} is not a mean over samples: it is {evidence.numbers} (rank {rank}), so that the parts which this plan "
-        "takes do not give one device's loss",
-        fix=_FIX if is_given else f"pass loss_fn=: {_FIX}",
-    )
-
-
-def _class_weights(rank: int) -> ApplyError:
-    return ApplyError(
-        f"the loss is a cross-entropy with weights of its classes (rank {rank}), which torch divides by the sum of the "
-        "weights of the labels that are there, not by the samples",
-        fix="return meshwright.Loss(F.cross_entropy(..., weight=w, reduction='sum'), w[labels].sum()) from loss_fn",
     )

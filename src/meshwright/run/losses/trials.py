@@ -52,6 +52,8 @@ class Evidence:
     """Whether the losses of the share and of its parts are 0, of which all means are alike."""
     is_sum: bool = False
     """Whether loss_fn returned a Loss."""
+    is_apart: bool = False
+    """Whether the sums and weights of such a Loss over parts do not give the whole's, though the model does not branch."""
     tolerance: float = 0.0
     gaps: list[tuple[Counted, float, list[float | None]]] = dataclasses.field(default_factory=list)
     """For each thing that the mean may count: how far the parts are from the whole, relatively, and so with ignored labels."""
@@ -149,15 +151,13 @@ def examine(
         own_generator=whole.own_generator,
         tries_keeping=proofs is not None and proofs.are_wanted and not like.evaluates and like.ahead is None,
     )
-    prove = functools.partial(
-        _prove, found, proofs or Proofs(), TriedLoss(like, whole, parts, counts, outcomes, found.tolerance)
-    )
+    tried = TriedLoss(like, whole, parts, counts, outcomes, found.tolerance)
+    prove = functools.partial(_prove, found, proofs or Proofs(), tried)
+    if found.is_sum:
+        return (yield from _as_summed(found, tried, prove if weigh is None else None))
     if weigh is not None:
         of_rows = dataclasses.replace(like, counts=tuple(counts))
         return (yield from _as_weighed(found, of_rows, whole, outcomes, [weigh(part) for part in parts]))
-    if found.is_sum:
-        yield from prove()
-        return found
     paths = label_paths(share, num_samples) if splits_by_row else []
     ignored = whole.ignored or (IGNORED_LABEL,)
     candidates = _candidates(share, paths, ignored)
@@ -201,6 +201,22 @@ def _find_culprit(
     if not alike or min(alike) > found.tolerance or set(rows) == {whole.value}:
         return "loss"
     return "branches" if whole.branches else "model"
+
+
+def _as_summed(
+    found: Evidence,
+    tried: TriedLoss,
+    prove: Callable[[], Generator[list[TrialForward], list[TrialOutcome], None]] | None,
+) -> Generator[list[TrialForward], list[TrialOutcome], Evidence]:
+    """Return evidence of a Loss.
+
+    Where a model branches on values, it says that parts may decide for themselves; it does not say that samples see one another.
+    """
+    whole = tried.whole
+    found.is_apart = bool(whole.weight) and not whole.branches and tried.gap(whole, tried.outcomes) > found.tolerance
+    if prove is not None and not found.is_apart:
+        yield from prove()
+    return found
 
 
 def _as_weighed(
@@ -310,6 +326,10 @@ def _tolerance(module: nn.Module, whole: TrialOutcome, noise: float) -> float:
 
 
 def _describe(whole: TrialOutcome, outcomes: Sequence[TrialOutcome], counts: Sequence[int]) -> str:
-    values = ", ".join(f"{outcome.value:.6g}" for outcome in outcomes)
+    first, *values = [_text_of(outcome) for outcome in (whole, *outcomes)]
     sizes = ", ".join(map(str, counts))
-    return f"{whole.value:.6g} over {sum(counts)} samples of the first batch, and {values} over parts of {sizes}"
+    return f"{first} over {sum(counts)} samples of the first batch, and {', '.join(values)} over parts of {sizes}"
+
+
+def _text_of(outcome: TrialOutcome) -> str:
+    return f"{outcome.value:.6g}" + ("" if outcome.weight is None else f" / {outcome.weight:.6g}")
