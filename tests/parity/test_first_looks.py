@@ -65,3 +65,15 @@ def test_a_first_batch_that_no_step_can_take_settles_nothing(line: str, first: s
 def test_batches_that_raise_on_every_rank_leave_nothing(line: str) -> None:
     for found in testing.run_ranks(jobs.fails_late, 2, line):
         assert_one_device_s(found)
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=3,whole_below=0", "dp=2,tp=2", "pp=2,micro_batches=2"])
+def test_samples_that_see_one_another_in_eval_mode_are_seen_in_an_evaluation_before_the_first_step(line: str) -> None:
+    num_ranks = mw.Plan.parse(line).num_ranks
+    for outcome in testing.run_outcomes(jobs.evaluate_first, num_ranks, line, "centres"):
+        assert isinstance(outcome.error, mw.ApplyError), outcome.result
+        assert "mixes the samples of a batch" in str(outcome.error)
+    (alone,) = testing.run_ranks(jobs.evaluate_first, 1, "single", "")
+    assert testing.run_ranks(jobs.evaluate_first, num_ranks, line, "") == pytest.approx(
+        [alone] * num_ranks, rel=FLOAT64
+    )

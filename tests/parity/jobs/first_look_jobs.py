@@ -18,7 +18,8 @@ class Net(nn.Module):
     """Features of words.
 
     Args:
-        writes: What a forward writes into a buffer, in eval mode too: "count", "average", or nothing.
+        writes: What a forward writes into a buffer, in eval mode too: "count", "average", or nothing; "centres" in eval mode
+            alone, instead, so that samples see one another there.
     """
 
     level: Tensor
@@ -36,6 +37,8 @@ class Net(nn.Module):
             self.level += 1
         if self.writes == "average":
             self.level.mul_(0.9).add_(0.1 * x.detach().mean())
+        if self.writes == "centres" and not self.training:
+            x = x - x.mean(0)
         return self.down(torch.tanh(self.up(x)))
 
 
@@ -112,6 +115,12 @@ def train(line: str, writes: str = "", loss: str = "mean", first: str = "") -> d
     log.removeHandler(warnings)
     state = {name: value for name, value in model.full_state_dict().items() if name != "level"}
     return {"losses": losses, "state": state, "reasons": model.plan.reasons, "raised": raised, "told": warnings.texts}
+
+
+def evaluate_first(line: str, writes: str) -> float:
+    """Evaluate before any step, by a loss of each sample."""
+    model = mw.apply_plan(lambda: build(writes), line, loss_fn=lambda out, given: out.square().mean(), optimizer=sgd)
+    return model.evaluate(mw.split_batch(batch(0), model))["loss"]
 
 
 def fails_late(line: str) -> dict[str, Any]:

@@ -221,7 +221,8 @@ class ModelWatch:
             self._plain = [vars(child) for child in self._engine.module.modules() if _is_plain(child)]
             self._slots = [(held, [name for name in held if name not in left_out]) for held in own] or [({}, [])]
             self._sizes, self._values = [len(held) for held, _ in self._slots], self._read()
-            return not is_first
+            # The first batch was tried in training mode, and an evaluation may come first.
+            return not is_first or not self._engine.module.training
         values, before = self._read(), self._values
         if values == before:
             return False
