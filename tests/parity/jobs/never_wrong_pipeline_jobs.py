@@ -72,6 +72,7 @@ from tests.parity.jobs.never_wrong_pipeline_states import (
     mean_over_samples,
     plain_batch,
     square,
+    squares,
     switch_everywhere,
     with_aux,
 )
@@ -151,7 +152,7 @@ def run_planned(name: str, plan: str) -> Record:
     script = SCRIPTS[name]
     model = mw.apply_plan(
         lambda: build_of(script),
-        f"{plan},micro_batches={MICRO_BATCHES}",
+        f"{plan},micro_batches={MICRO_BATCHES}{',batch=split' * (script.loss is squares)}",
         loss_fn=script.loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         rng="torch",  # as the plain loop beside it, whose generators go on
@@ -221,6 +222,7 @@ def _losses(script: Script, module: nn.Module, batch: Any, num_shares: int, *, t
     for piece in _cut(batch, count, MICRO_BATCHES * num_shares):
         outputs = _call(module, piece)
         loss = outputs.loss if script.loss is None else script.loss(outputs, piece)
+        loss = loss.sum / loss.weight if isinstance(loss, mw.Loss) else loss
         share = loss * (_num_samples(piece) / count)
         if trains and share.requires_grad:
             share.backward()
@@ -377,8 +379,8 @@ SCRIPTS: dict[str, Script] = {
     "sent_then_written": Script(SentThenWritten),
     "stale_view": Script(StaleView),
     "identity": Script(Identity, masked_batch, evaluates=(1,)),
-    "own_state": Script(lambda: OwnState(reads_later=False), evaluates=(1,), attributes=("calls",)),
-    "own_state_read_later": Script(lambda: OwnState(reads_later=True), evaluates=(1,), attributes=("calls",)),
+    "own_state": Script(lambda: OwnState(reads_later=False), loss=squares, evaluates=(1,), attributes=("calls",)),
+    "own_state_read_later": Script(lambda: OwnState(reads_later=True), loss=squares, evaluates=(1,)),
     "raises_when_tried": Script(RaisesWhenTried, evaluates=(1, 3), steps=4, attributes=("calls", "log")),
     "shared_experts": Script(SharedExperts, evaluates=(1, 2), attributes=("calls",)),
     "counts_twice": Script(CountsTwice),
