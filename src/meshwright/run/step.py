@@ -108,9 +108,8 @@ class Stepper(FirstBatch):
         is_allowed = joins_parts or (may_join and micro_batches == 1)
         options = {"is_allowed": is_allowed, "most": micro_batch_size, "joins_parts": joins_parts}
 
-        def cut(
-            batch: Any,
-        ) -> list[Any]:  # no method of this, which holds it: threads of replicas end with their last reference
+        def cut(batch: Any) -> list[Any]:
+            # No method of this, which would hold it: threads of replicas end with their last reference.
             return splitter.micro_batches(move_to(batch, engine.device), micro_batches, micro_batch_size)
 
         self._shares = JoinedShares(engine, splitter, rule, cut=cut, **options)

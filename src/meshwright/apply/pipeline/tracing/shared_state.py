@@ -65,6 +65,7 @@ class SharedState:
         self._module = module
         self._units = units
         self._caches = contextlib.ExitStack()
+        self._uses: dict[str, _AttributeUses] = {}
         self._outside: dict[str, Outside] = {}
         self._changes_outside: dict[str, dict[Any, str]] = {}
         self._changes: dict[str, dict[tuple[int, str | None], str]] = {}
@@ -127,13 +128,13 @@ class SharedState:
                 own = [(key, id(buffer) in changed) for key, buffer in module._buffers.items()]
                 own += [(key, (id(vars(module)), key) in known_changes) for key in plain]
                 found.setdefault(id(vars(module)), []).extend((unit, (name, key), known) for key, known in own)
-        uses = _AttributeUses(self._module, [child for _, child in modules_around(self._module, self._units)])
+        uses = self._uses_around
         used: dict[str, list[Slot]] = {unit: [] for unit in self._units}
         for unit, slot, _ in uses.among(found):
             used[unit].append(slot)
         lent: dict[str, list[tuple[Slot, str]]] = {}
         for reader in self._units:
-            for unit, slot, is_known in _AttributeUses(self._module.get_submodule(reader)).among(found, but=reader):
+            for unit, slot, is_known in self._uses_of(reader).among(found, but=reader):
                 if not is_known:
                     lent.setdefault(unit, []).append((slot, reader))
         for unit, slots in lent.items():
@@ -148,10 +149,19 @@ class SharedState:
     def is_used_outside(self, unit: str, slot: Slot) -> bool:
         """Tell whether code between units, or another unit's, uses an attribute of a module of this unit."""
         change = id(vars(self._module.get_submodule(slot[0]))), slot[1]
-        around = [child for _, child in modules_around(self._module, self._units)]
-        others = [self._module.get_submodule(name) for name in self._units if name != unit]
-        uses = (_AttributeUses(self._module, around), *map(_AttributeUses, others))
-        return any(use.includes(change) for use in uses)
+        others = (self._uses_of(name) for name in self._units if name != unit)
+        return self._uses_around.includes(change) or any(uses.includes(change) for uses in others)
+
+    @functools.cached_property
+    def _uses_around(self) -> _AttributeUses:
+        """What the code between units uses, once the forward is over."""
+        return _AttributeUses(self._module, [child for _, child in modules_around(self._module, self._units)])
+
+    def _uses_of(self, unit: str) -> _AttributeUses:
+        """Return what a unit's code uses, once the forward is over."""
+        if unit not in self._uses:
+            self._uses[unit] = _AttributeUses(self._module.get_submodule(unit))
+        return self._uses[unit]
 
     def _is_cached(self, name: str, key: Any) -> bool:
         """Tell whether a module keeps the result of a `functools.cached_property` there: every stage computes it for itself."""
@@ -162,11 +172,10 @@ class SharedState:
         """Return each attribute that one unit changes and others use, as text -> the units, which must share a stage."""
         if not self._changes:
             return {}
-        uses = {unit: _AttributeUses(self._module.get_submodule(unit)) for unit in self._units}
         found: dict[str, tuple[str, ...]] = {}
         for unit, changes in self._changes.items():
             for change, text in changes.items():
-                users = [other for other in self._units if other != unit and uses[other].includes(change)]
+                users = [other for other in self._units if other != unit and self._uses_of(other).includes(change)]
                 if users:
                     found[f"{text}, which layer '{users[0]}' uses as well"] = (unit, *users)
         return found
@@ -179,7 +188,7 @@ class SharedState:
         if self._changes_outside:
             yield from self._texts_outside(around)
         if self._changes:
-            uses = _AttributeUses(self._module, around)
+            uses = self._uses_around
             for changes in self._changes.values():
                 for change, text in changes.items():
                     if uses.includes(change):
